@@ -67,9 +67,11 @@ def missing_packages() -> list[str]:
 
 
 @contextmanager
-def _no_services_started() -> Iterator[None]:
-    """Debian's packages would start etcd and containerd as services of the machine; this forbids it."""
-    policy = Path("/usr/sbin/policy-rc.d")
+def no_services_started(policy: Path = Path("/usr/sbin/policy-rc.d")) -> Iterator[None]:
+    """Debian's packages would start etcd and containerd as services of the machine; this forbids it.
+
+    A policy that the machine has already is left as it is.
+    """
     if policy.exists():
         yield
         return
@@ -89,7 +91,7 @@ def install_packages() -> None:
     if shutil.which("apt-get") is None:
         raise ClusterError(f"not a Debian machine; install what these packages bring: {' '.join(packages)}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    with step(f"installing Debian packages: {' '.join(packages)}"), _no_services_started():
+    with step(f"installing Debian packages: {' '.join(packages)}"), no_services_started():
         run(["apt-get", "update", "--quiet"], why="reading the package lists", environment=quiet)
         options = ["--yes", "--quiet", "--no-install-recommends", "--no-remove"]
         run(["apt-get", "install", *options, *packages], why="installing packages", environment=quiet)
