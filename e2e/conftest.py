@@ -36,6 +36,9 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=90s")
     cluster.kubectl("create", "namespace", name)
     yield name
+    # Services first: a namespace whose pods are still stopping is looked at again only half a grace later.
+    cluster.kubectl("delete", "ftis", "--all", "-n", name, "--timeout=60s")
+    cluster.kubectl("wait", "--for=delete", "pod", "--all", "-n", name, "--timeout=90s")
     cluster.kubectl("delete", "namespace", name, "--timeout=90s")
 
 

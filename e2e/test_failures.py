@@ -23,6 +23,9 @@ spec:
     uri: {uri}
   accelerator:
     type: {accelerator}
+  template:
+    resources:
+      requests: {{cpu: 100m, memory: 256Mi}}
 """
 
 
@@ -35,9 +38,15 @@ def reason_of(cluster: Cluster, namespace: str, name: str) -> tuple[str, str]:
     ("name", "uri", "accelerator", "reason", "words"),
     [
         ("missing", "file:///models/nowhere.gguf", "cpu", "ModelLoadFailed", "/models/nowhere.gguf"),
-        ("not-a-model", "file:///etc/os-release", "cpu", "ModelLoadFailed", "/etc/os-release"),
-        ("no-gpu", "file:///models/smollm2-135m-instruct-q4_1.gguf", "h100", "InsufficientGPU", "h100"),
-        ("no-type", "file:///models/smollm2-135m-instruct-q4_1.gguf", "abacus", "UnknownAccelerator", "cpu"),
+        ("not-a-model", "file:///etc/passwd", "cpu", "ModelLoadFailed", "/etc/passwd"),
+        (
+            "no-gpu",
+            "file:///models/smollm2-135m-instruct-q4_1.gguf",
+            "nvidia-h100-80gb",
+            "InsufficientGPU",
+            "gpu",
+        ),
+        ("no-type", "file:///models/smollm2-135m-instruct-q4_1.gguf", "abacus", "AcceleratorUnknown", "cpu"),
     ],
 )
 def test_a_service_that_cannot_start_says_why(
@@ -161,10 +170,12 @@ def test_an_idle_cluster_sees_no_writes(cluster: Cluster, namespace: str, servic
 
     def versions() -> dict[str, str]:
         items = cluster.get(kinds, "-n", namespace)["items"]
-        return {
-            f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"]
+        metadata = [
+            (item["kind"], item["metadata"])
             for item in items
-        }
+            if item["kind"] != "Event" or "firsttoken" in item["reportingComponent"]
+        ]
+        return {f"{kind}/{found['name']}": found["resourceVersion"] for kind, found in metadata}
 
     def settled() -> bool:
         before = versions()

@@ -114,7 +114,9 @@ def test_the_kill_switch_is_confirmed_pod_by_pod_and_released_to_exactly_what_wa
     now = states(cluster, namespace, service)
     assert now["continuousBatching"] == "on"
     assert {now[name] for name in LIVE} == {"killed"}
-    assert "KILLED" in cluster.kubectl("get", "ftis", service, "-n", namespace).stdout
+    shown = cluster.get("ftis", service, "-n", namespace)["status"]["killSwitch"]
+    assert shown["engaged"] is True
+    assert set(LIVE) <= set(shown["optimizations"])
 
     cluster.kubectl("patch", "killswitch", "global", "--type=merge", "-p", '{"spec":{"engaged":false}}')
     cluster.wait_switch(namespace, service, "prefixCache", "on")
@@ -146,7 +148,7 @@ def test_kill_and_release_work_with_the_operator_gone(cluster: Cluster, namespac
     )
     try:
         report = _firsttoken(cluster, "kill", "--reason", "operator is gone", "--json")
-        assert all(pod["confirmed"] for pod in report["pods"]), report
+        assert report["pods_confirmed"] == report["pods_total"] >= 1, report
         assert states(cluster, namespace, service)["prefixCache"] == "killed"
     finally:
         cluster.kubectl("scale", "deployment", deployment, "-n", SYSTEM_NAMESPACE, "--replicas=1")

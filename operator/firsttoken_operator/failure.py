@@ -39,7 +39,7 @@ def find_failure(
     pods: Sequence[PodFacts],
     previous: FailureStatus | None,
     startup_timeout_seconds: int,
-    uses_gpu: bool,
+    gpu_type: str | None,
     served: Set[str] = frozenset(),
 ) -> FailureStatus | None:
     """The first failure that keeps pods of the newest specification from serving, or None.
@@ -53,7 +53,7 @@ def find_failure(
     for pod in newest(workload, pods):
         if pod.ready:
             continue
-        found = _waiting_failure(pod, previous, uses_gpu, stopping)
+        found = _waiting_failure(pod, previous, gpu_type, stopping)
         if found is None and pod.last_exit is not None:
             found = _exit_failure(pod, pod.last_exit, startup_timeout_seconds, pod.uid in served)
         if found is not None:
@@ -80,7 +80,7 @@ def newest(workload: WorkloadFacts, pods: Iterable[PodFacts]) -> list[PodFacts]:
 
 
 def _waiting_failure(
-    pod: PodFacts, previous: FailureStatus | None, uses_gpu: bool, stopping: bool
+    pod: PodFacts, previous: FailureStatus | None, gpu_type: str | None, stopping: bool
 ) -> FailureStatus | None:
     if pod.waiting in _IMAGE_REASONS:
         return _image_failure(pod, previous)
@@ -88,7 +88,7 @@ def _waiting_failure(
         return _status(FailureReason.POD_REFUSED, pod.waiting_message or str(pod.waiting), pod)
     # A pod of this service that is still stopping holds what the new one waits for: that is no failure.
     if pod.unschedulable is not None and not stopping:
-        return _unschedulable(pod, pod.unschedulable, uses_gpu)
+        return _unschedulable(pod, pod.unschedulable, gpu_type)
     return None
 
 
@@ -105,12 +105,13 @@ def _image_failure(pod: PodFacts, previous: FailureStatus | None) -> FailureStat
     return _status(reason, f"{words}; check spec.template.image and imagePullSecrets", pod)
 
 
-def _unschedulable(pod: PodFacts, words: str, uses_gpu: bool) -> FailureStatus:
+def _unschedulable(pod: PodFacts, words: str, gpu_type: str | None) -> FailureStatus:
     lower = words.lower()
     about_gpu = any(word in lower for word in _GPU_WORDS)
-    about_nodes = uses_gpu and ("node affinity" in lower or "node selector" in lower)
+    about_nodes = gpu_type is not None and ("node affinity" in lower or "node selector" in lower)
     if about_gpu or about_nodes:
-        advice = "free a GPU, add a node with spec.accelerator.type, or choose another type"
+        wanted = gpu_type or "this GPU"
+        advice = f"free a GPU, add a node with {wanted}, or choose another spec.accelerator.type"
         return _status(FailureReason.INSUFFICIENT_GPU, f"{words}; {advice}", pod)
     advice = "free or add CPU and memory, or lower spec.template.resources"
     if "persistentvolumeclaim" in lower:

@@ -263,11 +263,11 @@ class Reconciler:
         await apply(owner, policy, children.namesakes[NETWORK_POLICY])
         await apply(owner, access.service(owner), children.namesakes[SERVICE])
         await self._budget(owner, children.namesakes[DISRUPTION_BUDGET])
-        deployment, blocked, model, uses_gpu = (
+        deployment, blocked, model, gpu_type = (
             children.namesakes[DEPLOYMENT],
             None,
             owner.metadata.name,
-            False,
+            None,
         )
         try:
             source, accelerator = model_source(owner.spec.model.uri), self._accelerator(owner)
@@ -278,7 +278,8 @@ class Reconciler:
         else:
             image = workload.pinned_image(children.namesakes[DEPLOYMENT], self._settings.runtime_image)
             inputs = template_inputs(owner.metadata.name, owner.spec, source, accelerator, image)
-            model, uses_gpu = inputs.served_name, inputs.uses_gpu
+            model = inputs.served_name
+            gpu_type = owner.spec.accelerator.type if inputs.uses_gpu else None
             wanted = workload.deployment(
                 owner, inputs, self._settings.pull_policy, children.namesakes[DEPLOYMENT]
             )
@@ -290,7 +291,7 @@ class Reconciler:
                 # The API server's own words (a quota, a policy, a field it does not take) are for the user.
                 blocked = FailureStatus(reason=FailureReason.POD_REFUSED, message=str(error)[:1000])
         found = workload_facts(deployment, children.replica_sets)
-        looked = replace(facts, workload=found, blocked=blocked, uses_gpu=uses_gpu, now=self._now())
+        looked = replace(facts, workload=found, blocked=blocked, gpu_type=gpu_type, now=self._now())
         ready = [pod.instance for pod in looked.newest_pods() if pod.ready and pod.instance is not None]
         verifications = self._verifier.ensure(key, ready, model)
         by_uid = {instance.uid: verification for instance, verification in verifications.items()}

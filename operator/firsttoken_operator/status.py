@@ -52,7 +52,7 @@ class Facts:
     blocked: FailureStatus | None = None
     killed: frozenset[str] = frozenset()
     kill_reason: str | None = None
-    uses_gpu: bool = False
+    gpu_type: str | None = None
     served: frozenset[str] = frozenset()
     now: datetime = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -112,7 +112,7 @@ def compute_status(facts: Facts) -> InferenceServiceStatus:
         facts.pods,
         previous.failure,
         service.spec.startup_timeout_seconds,
-        facts.uses_gpu,
+        facts.gpu_type,
         facts.served,
     )
     ready = _ready(facts, failure)

@@ -12,7 +12,7 @@ from firsttoken_operator.observe import WorkloadFacts, pod_facts, workload_facts
 WORKLOAD = WorkloadFacts(exists=True, settled=True, desired=1, newest_hash="h1")
 
 
-def failure(*pods, workload=WORKLOAD, previous=None, timeout=1800, gpu=False):
+def failure(*pods, workload=WORKLOAD, previous=None, timeout=1800, gpu=None):
     return find_failure(workload, [pod_facts(pod) for pod in pods], previous, timeout, gpu)
 
 
@@ -93,13 +93,15 @@ def test_each_way_to_fail_has_its_reason_and_its_words(pod, reason, words):
 
 def test_no_node_of_the_type_is_a_gpu_shortage_only_where_a_gpu_is_asked_for():
     pod = unscheduled("0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector.")
-    assert failure(pod, gpu=True).reason == "InsufficientGPU"
-    assert failure(pod, gpu=False).reason == "InsufficientResources"
+    found = failure(pod, gpu="nvidia-h200")
+    assert found.reason == "InsufficientGPU"
+    assert "add a node with nvidia-h200" in found.message
+    assert failure(pod, gpu=None).reason == "InsufficientResources"
 
 
 def test_waiting_for_the_gpu_of_the_pod_that_is_stopping_is_no_failure():
     stopping = pod_body("smollm-old", template_hash="h0", metadata={"deletionTimestamp": "now"})
-    assert failure(stopping, unscheduled("Insufficient nvidia.com/gpu"), gpu=True) is None
+    assert failure(stopping, unscheduled("Insufficient nvidia.com/gpu"), gpu="nvidia-h200") is None
 
 
 def test_a_crash_stays_the_failure_while_the_next_try_is_loading():
