@@ -1,0 +1,57 @@
+"""What is refused before it waits: requests that can never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from firsttoken_runtime.engine.requests import AdmissionError, Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sequence may take. max_model_len: prompt and output tokens together."""
+
+    max_model_len: int
+    total_pages: int
+    page_tokens: int
+    vocab_size: int | None = None
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.total_pages * self.page_tokens
+
+
+def check(request: Request, limits: Limits) -> int:
+    """Tokens the request may generate: what it asks for, cut to what fits the model's length and the pool.
+
+    The last token generated needs no KV. Raises AdmissionError (status 400) when not even one token fits.
+    """
+    length = len(request.prompt)
+    if not length:
+        raise AdmissionError("empty_prompt", "the prompt has no tokens; send at least one", 400)
+    if limits.vocab_size is not None:
+        for name, tokens in (("the prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocab_size):
+                wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
+                raise AdmissionError(
+                    "token_out_of_range",
+                    f"{name} has token {wrong}; this model has tokens 0 to {limits.vocab_size - 1}",
+                    400,
+                )
+    if length + 1 > limits.max_model_len:
+        raise AdmissionError(
+            "prompt_too_long",
+            f"the prompt has {length} tokens, and with one token to generate {length + 1}; this server takes "
+            f"{limits.max_model_len} in all; shorten it by {length + 1 - limits.max_model_len} tokens",
+            400,
+        )
+    if length > limits.pool_tokens:
+        needed = -(-length // limits.page_tokens)
+        raise AdmissionError(
+            "pool_too_small",
+            f"the prompt has {length} tokens and needs {needed} KV pages; the pool has {limits.total_pages} "
+            f"of {limits.page_tokens} tokens; shorten it to {limits.pool_tokens} tokens, or serve with more "
+            "KV memory",
+            400,
+        )
+    return min(request.sampling.max_tokens, limits.max_model_len - length, limits.pool_tokens + 1 - length)

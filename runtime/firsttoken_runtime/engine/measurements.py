@@ -1,0 +1,115 @@
+"""What the engine measures of itself: counters, recent times, load."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from typing import Any
+
+from firsttoken_runtime.engine.snapshot import Load
+
+_RECENT_STEPS = 256
+_RECENT_PROMPTS = 1024
+_HALF_LIFE_TOKENS = 4096
+_NS_PER_MS = 1e6
+PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Measurements:
+    """Counters since the start, and medians over recent steps and prompts."""
+
+    def __init__(self, prefill_tokens_per_second: float | None) -> None:
+        self.steps = 0
+        self.steps_without_progress = 0
+        self.failed_steps = 0
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.prefill_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.prompt_histogram: Counter[str] = Counter()
+        self._prompts: deque[int] = deque(maxlen=_RECENT_PROMPTS)
+        self._prompt_sum = 0
+        self._sequences: float | None = None
+        self._overhead_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._model_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._sampling_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._recent_tokens = 0.0
+        self._recent_seconds = 0.0
+        if prefill_tokens_per_second:
+            # Worth some hundred tokens: the first real steps soon weigh more.
+            self._recent_tokens = _HALF_LIFE_TOKENS / 16
+            self._recent_seconds = self._recent_tokens / prefill_tokens_per_second
+
+    def arrived(self, prompt_tokens: int, sequences: int) -> None:
+        """A request was taken; `sequences` run and wait now."""
+        if len(self._prompts) == _RECENT_PROMPTS:
+            self._prompt_sum -= self._prompts[0]
+        self._prompts.append(prompt_tokens)
+        self._prompt_sum += prompt_tokens
+        self._sequences = sequences if self._sequences is None else 0.95 * self._sequences + 0.05 * sequences
+        bucket = next((str(bound) for bound in PROMPT_BUCKETS if prompt_tokens <= bound), "+Inf")
+        self.prompt_histogram[bucket] += 1
+
+    def stepped(self, total_ns: int, model_ns: int, sampling_ns: int, prefill_tokens: int) -> None:
+        """A step ended. prefill_tokens: prompt tokens it computed, in `model_ns` along with its decodes."""
+        self._overhead_ns.append(total_ns - model_ns - sampling_ns)
+        self._model_ns.append(model_ns)
+        self._sampling_ns.append(sampling_ns)
+        if prefill_tokens:
+            self.prefill_tokens += prefill_tokens
+            # Decays by tokens, not by steps: many tiny prompts say little about speed.
+            keep = 0.5 ** (prefill_tokens / _HALF_LIFE_TOKENS)
+            self._recent_tokens = self._recent_tokens * keep + prefill_tokens
+            self._recent_seconds = self._recent_seconds * keep + model_ns / 1e9
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        return self._recent_tokens / self._recent_seconds if self._recent_seconds > 0 else None
+
+    def load(self) -> Load:
+        prompts = len(self._prompts)
+        return Load(
+            self._prompt_sum / prompts if prompts else None, self._sequences, self.prefill_tokens_per_second
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Times are medians over the last 256 steps; prompt lengths over the last 1024 prompts."""
+        rate = self.prefill_tokens_per_second
+        return {
+            "steps": self.steps,
+            "steps_without_progress": self.steps_without_progress,
+            "failed_steps": self.failed_steps,
+            "preemptions": self.preemptions,
+            "prefix_cache_queries": self.prefix_queries,
+            "prefix_cache_hits": self.prefix_hits,
+            "prefill_tokens": self.prefill_tokens,
+            "generation_tokens": self.generation_tokens,
+            "finished": dict(self.finished),
+            "step_overhead_ms": _median_ms(self._overhead_ns),
+            "step_model_ms": _median_ms(self._model_ns),
+            "step_sampling_ms": _median_ms(self._sampling_ns),
+            "prefill_tokens_per_second": round(rate, 1) if rate is not None else None,
+            "prompt_tokens": _quantiles(self._prompts),
+            "prompt_tokens_histogram": {
+                bound: self.prompt_histogram[bound]
+                for bound in (*map(str, PROMPT_BUCKETS), "+Inf")
+                if bound in self.prompt_histogram
+            },
+        }
+
+
+def _median_ms(values_ns: deque[int]) -> float | None:
+    return round(statistics.median(values_ns) / _NS_PER_MS, 4) if values_ns else None
+
+
+def _quantiles(values: deque[int]) -> dict[str, float | None]:
+    ordered = sorted(values)
+    return {
+        "mean": round(sum(ordered) / len(ordered), 1) if ordered else None,
+        **{
+            f"p{part}": ordered[min(len(ordered) * part // 100, len(ordered) - 1)] if ordered else None
+            for part in (50, 95, 99)
+        },
+    }
