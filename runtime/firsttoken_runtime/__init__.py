@@ -1,0 +1,1 @@
+"""The LLM server that runs in the pod."""

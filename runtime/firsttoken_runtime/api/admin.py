@@ -1,0 +1,126 @@
+"""The admin port: state, switches, requests, integrity. Every route needs the bearer token."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from firsttoken_api.switches import SwitchError, parse_message
+from firsttoken_runtime.api.base import make_app, read_body
+from firsttoken_runtime.api.errors import ApiError, bad_request, error_response, json_response
+from firsttoken_runtime.api.middleware import Entry
+from firsttoken_runtime.api.service import ANSWER_SECONDS, Service, StaleGeneration
+
+log = logging.getLogger("firsttoken")
+MOST_BODY_BYTES = 1 << 20
+# The API server's pod proxy removes Authorization; a push that goes through it uses this header.
+TOKEN_HEADER = "x-firsttoken-token"  # noqa: S105  the name of a header
+
+
+class TokenFile:
+    """The admin token, read at every check: a rotated Secret counts at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def allows(self, offered: str) -> bool:
+        """Whether this is the token, in constant time. A missing or empty file allows nobody."""
+        try:
+            token = self.path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            log.error("admin token file %s cannot be read: %s", self.path, error)
+            return False
+        return bool(token) and hmac.compare_digest(token.encode(), offered.encode())
+
+
+class BearerAuth:
+    """Lets requests with the token through, and answers 401 to all others before they reach a route."""
+
+    def __init__(self, app: ASGIApp, token: TokenFile) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._token.allows(_offered(Headers(scope=scope))):
+            error = ApiError(
+                401, "the admin port needs the header Authorization: Bearer TOKEN", code="unauthorized"
+            )
+            response = error_response(error)
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _offered(headers: Headers) -> str:
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else headers.get(TOKEN_HEADER, "")
+
+
+def build_admin_app(service: Service, token: TokenFile) -> ASGIApp:
+    """The application for `--admin-port`."""
+    routes = AdminRoutes(service)
+    app = make_app("firsttoken admin", service.version)
+    for method, path, handler in (
+        ("GET", "/admin/v1/state", routes.state),
+        ("PUT", "/admin/v1/switches", routes.put_switches),
+        ("GET", "/admin/v1/requests", routes.requests),
+        ("GET", "/admin/v1/integrity", routes.integrity),
+        ("POST", "/admin/v1/prefix-cache/flush", routes.flush),
+        ("POST", "/admin/v1/profile", routes.profile),
+    ):
+        app.add_api_route(path, handler, methods=[method])
+    return Entry(BearerAuth(app, token))
+
+
+class AdminRoutes:
+    """One method per route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def state(self) -> Response:
+        return json_response(await self._service.state())
+
+    async def put_switches(self, request: Request) -> Response:
+        body = await read_body(request, MOST_BODY_BYTES)
+        try:
+            message = parse_message(json.loads(body))
+        except SwitchError as error:
+            raise bad_request(str(error), code="invalid_switches") from None
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        try:
+            return json_response(await self._service.set_switches(message))
+        except StaleGeneration as stale:
+            refused = ApiError(409, str(stale), code="stale_generation", param="generation")
+            return json_response({"generation": stale.generation, **refused.body()}, 409)
+
+    async def requests(self) -> Response:
+        return json_response(await self._answer(self._service.engine.requests(ANSWER_SECONDS)))
+
+    async def integrity(self) -> Response:
+        return json_response(await self._answer(self._service.engine.integrity(ANSWER_SECONDS)))
+
+    async def flush(self) -> Response:
+        return json_response(await self._answer(self._service.engine.flush_prefix_cache(ANSWER_SECONDS)))
+
+    async def profile(self) -> Response:
+        raise ApiError(501, "profiling is not in this build", code="not_in_this_build")
+
+    async def _answer(self, asked: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return await asked
+        except TimeoutError:
+            raise ApiError(
+                503, f"the engine did not answer within {ANSWER_SECONDS:.0f} s", code="engine_busy"
+            ) from None

@@ -1,0 +1,117 @@
+"""Switches in the runtime: which message wins, and a file that may change in any way."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from firsttoken_api.switches import SwitchError, parse_message
+from firsttoken_runtime.switches import SwitchFile, Verdict, default_message, judge, parse_text, refusal
+
+
+def message(generation, **switches):
+    return parse_message({"generation": generation, "switches": switches})
+
+
+ON = {"enabled": True}
+OFF = {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("offered", "verdict"),
+    [
+        (message(6), Verdict.TAKE),
+        (message(5, chunkedPrefill=OFF), Verdict.SAME),
+        (message(5, chunkedPrefill=ON), Verdict.CONFLICT),
+        (message(4, chunkedPrefill=OFF), Verdict.OLDER),
+    ],
+)
+def test_the_higher_generation_wins(offered, verdict):
+    current = message(5, chunkedPrefill=OFF)
+    assert judge(current, offered) is verdict
+    if verdict in (Verdict.CONFLICT, Verdict.OLDER):
+        assert "6 or higher" in refusal(current, offered)
+
+
+def test_without_a_file_the_catalogue_decides_at_generation_0():
+    current = default_message()
+    assert current.generation == 0
+    assert current.switches["prefixCache"].enabled
+    assert not current.switches["speculativeDecoding"].enabled
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[1]", '{"generation": 1}'])
+def test_text_that_is_no_message_is_refused_in_words(text):
+    with pytest.raises(SwitchError, match=r"\w+ \w+"):
+        parse_text(text)
+
+
+class TestSwitchFile:
+    @pytest.fixture
+    def path(self, tmp_path):
+        return tmp_path / "switches.json"
+
+    def write(self, path, generation, **switches):
+        path.write_text(json.dumps({"generation": generation, "switches": switches}))
+
+    def test_a_content_is_reported_once(self, path):
+        self.write(path, 1, prefixCache=OFF)
+        file = SwitchFile(path)
+        found = file.poll().message
+        assert found.generation == 1
+        assert not found.switches["prefixCache"].enabled
+        assert file.poll().message is None
+        self.write(path, 2)
+        assert file.poll().message.generation == 2
+
+    def test_a_half_written_content_is_told_once_and_read_when_it_is_whole(self, path):
+        self.write(path, 1)
+        file = SwitchFile(path)
+        file.poll()
+        path.write_text('{"generation": 2, "swi')
+        first, second = file.poll(), file.poll()
+        assert "not valid JSON" in first.problem
+        assert "stay" in first.problem
+        assert (second.message, second.problem) == (None, None)
+        self.write(path, 2)
+        assert file.poll().message.generation == 2
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b'{"generation": 2, "switches": {"turbo": {}}}', "unknown switch 'turbo'"),
+            (b"\xff", "not UTF-8"),
+            (b" " * 2_000_000, "larger than"),
+        ],
+    )
+    def test_a_bad_content_is_refused_in_words(self, path, content, words):
+        path.write_bytes(content)
+        assert words in SwitchFile(path).poll().problem
+
+    def test_a_missing_file_is_a_problem_until_it_is_there(self, path):
+        file = SwitchFile(path)
+        assert "cannot be read: No such file" in file.poll().problem
+        self.write(path, 1)
+        assert file.poll().message.generation == 1
+
+    def test_a_config_map_swaps_a_symlink_of_the_directory(self, tmp_path):
+        for generation in (1, 2):
+            directory = tmp_path / f"..{generation}"
+            directory.mkdir()
+            self.write(directory / "switches.json", generation)
+        (tmp_path / "..data").symlink_to("..1")
+        (tmp_path / "switches.json").symlink_to("..data/switches.json")
+        file = SwitchFile(tmp_path / "switches.json")
+        assert file.poll().message.generation == 1
+        (tmp_path / "..tmp").symlink_to("..2")
+        os.replace(tmp_path / "..tmp", tmp_path / "..data")
+        assert file.poll().message.generation == 2
+
+    def test_forgotten_content_is_reported_again(self, path):
+        self.write(path, 1)
+        file = SwitchFile(path)
+        file.poll()
+        file.forget()
+        assert file.poll().message.generation == 1
