@@ -8,6 +8,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Several processes share few cores in tests: threads that wait must not spin.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: help setup demo demo-down test unit e2e lint generate bench
 
 help: ## List the commands
