@@ -1,0 +1,161 @@
+"""From files to a decoder on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from firsttoken_runtime.kernels.dispatch import Kernels
+from firsttoken_runtime.model.config import ModelConfig, find_model, read_config
+from firsttoken_runtime.model.decoder import Decoder, Layer
+from firsttoken_runtime.model.errors import ModelError
+from firsttoken_runtime.model.linear import Linear
+from firsttoken_runtime.model.rope import inverse_frequencies, pair_rows
+from firsttoken_runtime.model.weights import WeightSource, open_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes CUDA where it is. Raises ModelError when CUDA is asked for and there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "device cuda was asked for, but PyTorch finds no CUDA device; use --device cpu or auto"
+        )
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on CPU, where 16 bit arithmetic is emulated and slower."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of KV that one token takes: 2 x layers x KV heads x head size x bytes of an element."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+def load_model(path: str | Path, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """Read a model from a GGUF file or a Hugging Face folder.
+
+    Raises ModelError in one line: file missing or cut off, unknown architecture, tensor missing, of the wrong
+    shape, or not used by the architecture.
+    """
+    config = read_config(path)
+    inverse_frequencies(config)  # refuses what the rotary code cannot do before gigabytes are read
+    source = open_weights(find_model(path))
+    return _Loader(config, source, torch.device(device), dtype).load()
+
+
+class _Loader:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.config, self.source, self.device, self.dtype = config, source, device, dtype
+        self.names = source.names()
+        self.used: set[str] = set()
+
+    def load(self) -> Decoder:
+        config = self.config
+        hidden, vocab = config.hidden_size, config.vocab_size
+        kernels = Kernels(self.device, self.dtype, config.head_dim)
+        embedding = self._tensor("embed_tokens.weight", (vocab, hidden)).to(self.device)
+        norm = self._tensor("norm.weight", (hidden,)).to(self.device)
+        if config.tie_embeddings:
+            self.used.add("lm_head.weight")  # some checkpoints store the tied weight twice
+            head = Linear(embedding)
+        else:
+            head = self._linear((self._tensor("lm_head.weight", (vocab, hidden)),), None)
+        # Dequantizing and packing release the interpreter lock, so two layers at a time load faster.
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            layers = tuple(pool.map(self._layer, range(config.layers)))
+        self._refuse_unused()
+        return Decoder(config, embedding, layers, norm, head, kernels)
+
+    def _layer(self, number: int) -> Layer:
+        config = self.config
+        hidden, middle = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        at = f"layers.{number}."
+        attention, mlp = at + "self_attn.", at + "mlp."
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        weights = [self._tensor(f"{attention}{name}.weight", (size, hidden)) for name, size in sizes.items()]
+        biases = None
+        if config.attention_bias:
+            biases = [self._tensor(f"{attention}{name}.bias", (size,)) for name, size in sizes.items()]
+        gate_up = [self._tensor(f"{mlp}{name}_proj.weight", (middle, hidden)) for name in ("gate", "up")]
+        return Layer(
+            attention_norm=self._tensor(at + "input_layernorm.weight", (hidden,)).to(self.device),
+            qkv=self._linear(self._paired(weights), self._paired(biases) if biases else None),
+            head_norm=self._head_norm(attention) if config.qk_norm else None,
+            output=self._linear(
+                (self._tensor(attention + "o_proj.weight", (hidden, q_size)),),
+                self._optional(attention + "o_proj.bias", (hidden,)),
+            ),
+            mlp_norm=self._tensor(at + "post_attention_layernorm.weight", (hidden,)).to(self.device),
+            gate_up=self._linear(gate_up, self._gate_up_bias(mlp, middle)),
+            down=self._linear(
+                (self._tensor(mlp + "down_proj.weight", (hidden, middle)),),
+                self._optional(mlp + "down_proj.bias", (hidden,)),
+            ),
+            window=config.layer_windows[number],
+        )
+
+    def _paired(self, qkv: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v with the rows of q and k in rotary pairs."""
+        query, key, value = qkv
+        if self.source.rotary_pairs:
+            return [query, key, value]
+        return [pair_rows(query, self.config.heads), pair_rows(key, self.config.kv_heads), value]
+
+    def _head_norm(self, attention: str) -> Tensor:
+        rows = []
+        for name, heads in (("q_norm", self.config.heads), ("k_norm", self.config.kv_heads)):
+            weight = self._tensor(f"{attention}{name}.weight", (self.config.head_dim,))
+            paired = weight if self.source.rotary_pairs else pair_rows(weight, 1)
+            rows.append(paired.expand(heads, -1))
+        return torch.cat(rows).to(self.device)
+
+    def _gate_up_bias(self, mlp: str, middle: int) -> list[Tensor] | None:
+        if f"{mlp}gate_proj.bias" not in self.names:
+            return None
+        return [self._tensor(f"{mlp}{name}_proj.bias", (middle,)) for name in ("gate", "up")]
+
+    def _optional(self, name: str, shape: tuple[int, ...]) -> list[Tensor] | None:
+        return [self._tensor(name, shape)] if name in self.names else None
+
+    def _linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> Linear:
+        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        bias = None if biases is None else torch.cat(list(biases)).to(self.device)
+        return Linear(weight.to(self.device), bias)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.source.read(name, self.dtype)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self.source.where}: tensor {name} has shape {list(tensor.shape)}, "
+                f"the configuration makes it {list(shape)}"
+            )
+        self.used.add(name)
+        return tensor
+
+    def _refuse_unused(self) -> None:
+        """A tensor nobody used means that the model does something this decoder does not."""
+        unused = sorted(name for name in self.names - self.used if not name.endswith("rotary_emb.inv_freq"))
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise ModelError(
+                f"{self.source.where}: tensors that {self.config.architecture} does not have: "
+                f"{', '.join(unused[:3])}{more}; the model is of another architecture"
+            )
