@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.runtime.model.prompts import COUNT, prompts_of
 
 from firsttoken_runtime.model.load import load_model
 from firsttoken_runtime.model.runner import Chunk, ModelRunner
+from firsttoken_runtime.model.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +70,17 @@ def reference_greedy():
         return SimpleNamespace(tokens=tokens, logits=torch.stack(rows))
 
     return greedy
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2) -> list[list[int]]:
+    return prompts_of(load_tokenizer(smollm2))
+
+
+@pytest.fixture(scope="session")
+def expected(prompts, transformers_smollm2, reference_greedy) -> list[SimpleNamespace]:
+    """What transformers says to each prompt: COUNT greedy tokens and their logits."""
+    return [reference_greedy(transformers_smollm2, prompt, COUNT) for prompt in prompts]
 
 
 @dataclass
