@@ -44,7 +44,7 @@ def reason_of(cluster: Cluster, namespace: str, name: str) -> tuple[str, str]:
             "file:///models/smollm2-135m-instruct-q4_1.gguf",
             "nvidia-h100-80gb",
             "InsufficientGPU",
-            "gpu",
+            "nvidia-h100-80gb",
         ),
         ("no-type", "file:///models/smollm2-135m-instruct-q4_1.gguf", "abacus", "AcceleratorUnknown", "cpu"),
     ],

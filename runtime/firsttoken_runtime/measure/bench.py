@@ -112,7 +112,8 @@ def print_report(report: dict[str, Any]) -> None:
             row["unit"],
             str(row["rounds"]),
         )
-    Console().print(table)
+    # Piped output is 80 columns wide for rich, which would wrap every row.
+    Console(width=max(Console().width, 120)).print(table)
 
 
 async def _run(options: BenchOptions) -> list[Row]:
