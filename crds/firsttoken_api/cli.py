@@ -189,10 +189,6 @@ def release(
     implementation = _implementation("firsttoken_operator.kill", "operator")
     options = implementation.KillOptions(
         engaged=False,
-        optimizations=(),
-        namespaces=(),
-        selector=None,
-        reason=None,
         kubeconfig=kubeconfig,
         context=context,
         timeout_seconds=timeout,

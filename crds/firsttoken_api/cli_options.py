@@ -70,7 +70,8 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     Dtype,
     typer.Option(
-        help="Number format of weights and KV; auto follows model and device.", rich_help_panel=_MODEL
+        help="Number format of weights and KV; auto is float32 on CPU, bfloat16 on a GPU.",
+        rich_help_panel=_MODEL,
     ),
 ]
 MaxModelLen = Annotated[
@@ -160,7 +161,8 @@ KvMemory = Annotated[
     typer.Option(
         metavar="QUANTITY|auto",
         callback=_check_kv_memory,
-        help="Memory of the KV cache, such as 512Mi or 8Gi; auto takes what the weights leave.",
+        help="Memory of the KV cache, such as 512Mi or 8Gi; auto takes 85% of what the weights leave on GPU, "
+        "on CPU 30% and no more than four sequences of full length need.",
         rich_help_panel=_MEMORY,
     ),
 ]

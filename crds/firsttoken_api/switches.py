@@ -15,6 +15,9 @@ from pydantic import ValidationError
 
 from firsttoken_api.optimizations import BY_NAME, CATALOGUE, Optimization
 
+# As large as the wire, the status field and every other JSON reader can hold.
+MOST_GENERATION = 2**63 - 1
+
 
 class Cause(StrEnum):
     """Why a switch is off although the configuration may ask for it."""
@@ -121,6 +124,8 @@ def parse_message(body: Any) -> SwitchMessage:
     generation, switches = body.get("generation"), body.get("switches")
     if not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
         raise SwitchError(f"generation must be a whole number of 0 or more, not {generation!r}")
+    if generation > MOST_GENERATION:
+        raise SwitchError(f"generation must be {MOST_GENERATION} or less")
     if not isinstance(switches, dict):
         raise SwitchError('switches must be an object like {"chunkedPrefill": {"enabled": true}}')
     extra = sorted(set(body) - {"generation", "switches"})

@@ -6,6 +6,7 @@ import logging
 
 from firsttoken_api.resources import InferenceService
 from firsttoken_operator.cluster import CONFIG_MAP, Body, Cluster
+from firsttoken_operator.desired.names import APPLIED_ANNOTATION
 from firsttoken_operator.drift import Verdict, stamped, verdict
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ class Applier:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         # Applied, and still not as asked for: another controller or a default of the API server insists.
-        # Without this the two would write in turns for ever.
-        self._disputed: dict[tuple[str, str], str] = {}
+        # Without this the two would write in turns for ever. By object: what was asked for, what it became.
+        self._disputed: dict[tuple[str, str], tuple[str, str]] = {}
 
     async def apply(self, owner: InferenceService, manifest: Body, live: Body | None) -> Body:
         """The live object as it is afterwards. Raises NameTakenError and ClusterError."""
@@ -39,8 +40,9 @@ class Applier:
                 raise NameTakenError(words, outgoing=True)
             case Verdict.KEEP if live is not None:
                 return live
-        key = (desired["kind"], _digest(desired))
-        if live is not None and self._disputed.get(key) == _version(live):
+        key = (desired["kind"], _name(desired))
+        asked: str = desired["metadata"]["annotations"][APPLIED_ANNOTATION]
+        if live is not None and self._disputed.get(key) == (asked, _version(live)):
             return live
         if live is not None and desired["kind"] == CONFIG_MAP.kind:
             # `firsttoken kill` writes the same ConfigMap: whoever read it first must not win unseen.
@@ -51,7 +53,7 @@ class Applier:
             logger.warning(
                 "%s is not as applied; a webhook or another controller changes it", _words(desired)
             )
-            self._disputed[key] = _version(applied)
+            self._disputed[key] = (asked, _version(applied))
         else:
             self._disputed.pop(key, None)
         return applied
@@ -65,7 +67,7 @@ class Applier:
         )
 
 
-def _digest(desired: Body) -> str:
+def _name(desired: Body) -> str:
     metadata = desired["metadata"]
     return f"{metadata.get('namespace')}/{metadata['name']}"
 
@@ -77,8 +79,7 @@ def _version(live: Body) -> str:
 
 
 def _words(desired: Body) -> str:
-    metadata = desired["metadata"]
-    return f"{desired['kind']} {metadata.get('namespace')}/{metadata['name']}"
+    return f"{desired['kind']} {_name(desired)}"
 
 
 def _taken_words(desired: Body, owner: InferenceService) -> str:

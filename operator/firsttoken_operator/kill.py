@@ -38,6 +38,7 @@ from firsttoken_operator.desired.names import SERVICE_LABEL, admin_secret_name, 
 from firsttoken_operator.desired.switches import read_switches, switches_config_map, written_generation
 from firsttoken_operator.kill_status import PodReport, ServiceReport, kill_status
 from firsttoken_operator.observe import PodFacts, pod_facts
+from firsttoken_operator.reconcile import read_resource
 from firsttoken_operator.runtime_client import PodError, PodErrorKind, PodState, answer_of, parse_state
 from firsttoken_operator.switches import killed_here, plan
 
@@ -157,7 +158,7 @@ async def _write_kill_switch(
         else {"op": "replace", "path": "/spec/engaged", "value": False}
     )
     try:
-        body: Body | None = await cluster.patch(KILL_SWITCH, None, KILL_SWITCH_NAME, [operation])
+        body = await cluster.patch(KILL_SWITCH, None, KILL_SWITCH_NAME, [operation])
     except ClusterError as error:
         if error.status != 404:
             return _without_kill_switch(engaged, spec, error)
@@ -175,7 +176,7 @@ async def _write_kill_switch(
             body = await cluster.patch(KILL_SWITCH, None, KILL_SWITCH_NAME, [operation])
         except ClusterError as failure:
             return _without_kill_switch(engaged, spec, failure)
-    return KillSwitch.model_validate(body), None
+    return read_resource(KillSwitch, body), None
 
 
 async def _write_status(
@@ -190,7 +191,7 @@ async def _write_status(
         body = await cluster.get(KILL_SWITCH, None, KILL_SWITCH_NAME)
         if body is None:
             return
-        found = KillSwitch.model_validate(body)
+        found = read_resource(KillSwitch, body)
         reports = {
             (result.namespace, result.name): ServiceReport(
                 killed_here(found, result.namespace, labels[result.namespace, result.name]),
@@ -232,7 +233,7 @@ class _Push:
         metadata = body["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         try:
-            owner = InferenceService.model_validate(body)
+            owner = read_resource(InferenceService, body)
             observed = 0
             for _ in range(ATTEMPTS):
                 try:

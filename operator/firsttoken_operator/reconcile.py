@@ -112,6 +112,8 @@ class Reconciler:
         self._on_report = on_report
         self._now = now
         self._reports: dict[ServiceKey, ServiceReport] = {}
+        # Looked at, and nothing could be found out: their pods are reported as not confirmed.
+        self._unreported: set[ServiceKey] = set()
         self._shown_ttft: dict[ServiceKey, TtftStatus | None] = {}
 
     async def service(self, key: ServiceKey) -> float | None:
@@ -126,7 +128,15 @@ class Reconciler:
         try:
             owner = read_resource(InferenceService, body)
         except ValidationError as error:
+            self._no_report(key)
             return await self._refuse(body, error)
+        try:
+            return await self._bring(key, body, owner)
+        except ClusterError:
+            self._no_report(key)
+            raise
+
+    async def _bring(self, key: ServiceKey, body: Body, owner: InferenceService) -> float | None:
         children = await self._observe(key)
         facts = Facts(service=owner, pods=children.pods, now=self._now())
         again: float | None = None
@@ -160,6 +170,7 @@ class Reconciler:
         self._pusher.forget(key)
         self._verifier.forget(key)
         self._shown_ttft.pop(key, None)
+        self._unreported.discard(key)
         if self._reports.pop(key, None) is not None:
             self._on_report()
 
@@ -175,7 +186,7 @@ class Reconciler:
             for item in await self._cluster.list(INFERENCE_SERVICE, namespace, {})
             if not item["metadata"].get("deletionTimestamp")
         }
-        unseen = [key for key in services if key not in self._reports]
+        unseen = services.keys() - self._reports.keys() - self._unreported
         if unseen and found.status.observed_generation == found.metadata.generation:
             # The operator has just started; what was confirmed before still stands until it is looked at.
             return None
@@ -188,6 +199,12 @@ class Reconciler:
                 return CONFLICT_SECONDS
             await self._tell(KILL_SWITCH, found.metadata, kill_notices(found, status))
         return None
+
+    def _no_report(self, key: ServiceKey) -> None:
+        """The service was looked at in vain: the kill switch's status must not wait for it any longer."""
+        if key not in self._reports and key not in self._unreported:
+            self._unreported.add(key)
+            self._on_report()
 
     async def _refuse(self, body: Body, error: ValidationError) -> float | None:
         """A spec that the CRD let through and nobody here can read: say so, and leave what runs alone."""
@@ -300,7 +317,8 @@ class Reconciler:
 
     async def _token(self, owner: InferenceService, live: Body | None) -> str:
         """The admin token: made once, never rotated here, never logged."""
-        if live is not None and (token := access.read_token(live)) is not None:
+        owned = live is not None and self._applier.owns(owner, live)
+        if live is not None and owned and (token := access.read_token(live)) is not None:
             return token
         token = secrets.token_urlsafe(32)
         manifest = access.admin_secret(owner, token)
@@ -339,6 +357,7 @@ class Reconciler:
             await self._cluster.replace_status({**body, "status": content})
             await self._tell(INFERENCE_SERVICE, facts.service.metadata, notices(facts.service, status))
         self._shown_ttft[key] = status.ttft
+        self._unreported.discard(key)
         report = service_report(facts)
         if self._reports.get(key) != report:
             self._reports[key] = report

@@ -138,7 +138,8 @@ class HttpRuntimeClient:
         body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
         answer = await self._ask("POST", url, None, body, GENERATE_TIMEOUT_SECONDS)
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not choices or not isinstance(choices[0], dict) or "text" not in choices[0]:
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(first, dict) or "text" not in first:
             raise PodError(PodErrorKind.REFUSED, "answered without a completion")
 
     async def _ask(self, method: str, url: str, token: str | None, body: Any, seconds: float) -> Any:
@@ -152,13 +153,21 @@ class HttpRuntimeClient:
                 timeout=aiohttp.ClientTimeout(total=seconds),
                 allow_redirects=False,
             ) as response:
-                text = (await response.content.read(ANSWER_BYTES)).decode("utf-8", "replace")
+                text = (await _whole(response.content)).decode("utf-8", "replace")
                 status = response.status
         except TimeoutError:
             raise PodError(PodErrorKind.UNREACHABLE, f"no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise PodError(PodErrorKind.UNREACHABLE, _connection_words(error)) from None
         return answer_of(status, text)
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    """The answer to its end, or to ANSWER_BYTES: one `read` gives only what has arrived so far."""
+    found = bytearray()
+    while len(found) < ANSWER_BYTES and (part := await content.read(ANSWER_BYTES - len(found))):
+        found += part
+    return bytes(found)
 
 
 def answer_of(status: int, text: str) -> Any:

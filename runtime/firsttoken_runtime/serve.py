@@ -136,10 +136,14 @@ def make_plan(options: ServeOptions, admin_token_file: Path) -> Plan:
 
 def model_path(uri: str) -> str:
     """The absolute path a model argument stands for: a path, or file://. Raises ServeError."""
-    scheme = urlsplit(uri).scheme if "://" in uri else ""
-    if scheme not in ("", "file"):
-        raise ServeError(f"--model {uri}: {scheme}:// is not in this build; give a folder or a .gguf file")
-    path = Path(unquote(urlsplit(uri).path) if scheme else uri).expanduser()
+    parts = urlsplit(uri) if "://" in uri else urlsplit("")
+    if parts.scheme not in ("", "file"):
+        raise ServeError(
+            f"--model {uri}: {parts.scheme}:// is not in this build; give a folder or a .gguf file"
+        )
+    if parts.netloc:
+        raise ServeError(f"--model {uri}: write three slashes before the path, as in file:///models/name")
+    path = Path(unquote(parts.path) if parts.scheme else uri).expanduser()
     if not path.exists():
         raise ServeError(f"--model {path}: no such file or folder")
     return str(path.resolve())

@@ -126,6 +126,7 @@ def one(name: str, written: Any) -> dict[str, Any]:
         ({"generation": -1, "switches": {}}, "generation must be a whole number of 0 or more, not -1"),
         ({"generation": True, "switches": {}}, "generation must be a whole number of 0 or more, not True"),
         ({"generation": 1.5, "switches": {}}, "generation must be a whole number of 0 or more, not 1.5"),
+        ({"generation": 2**63, "switches": {}}, "generation must be 9223372036854775807 or less"),
         ({"generation": 1}, "switches must be an object"),
         ({"generation": 1, "switches": {}, "force": True}, "unknown field 'force'; use generation and"),
         (one("chunkedPrefil", {}), "unknown switch 'chunkedPrefil'; use one of " + ", ".join(NAMES)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.operator.fakes import FakeCluster, FakeRuntime, pod_body, service_body
+from tests.operator.fakes import FakeCluster, FakeRuntime, kill_switch_body, pod_body, service_body
 from tests.operator.test_reconcile import SETTINGS
 
 from firsttoken_api.resources import InferenceService
@@ -174,6 +174,13 @@ def test_a_kill_goes_on_where_the_kill_switch_cannot_be_written(api, capsys):
     assert code == 1
     assert "you may not" in report["warning"]
     assert api.runtime.pod("10.0.0.1").states["prefixCache"] == "killed"
+
+
+def test_a_status_of_another_version_stops_no_kill(api, capsys):
+    api.put({**api.named("InferenceService", "smollm"), "status": {"replicas": "many"}})
+    api.put({**kill_switch_body(engaged=False), "status": {"pods": "all"}})
+    code, told = run(capsys)
+    assert (code, told["pods_confirmed"]) == (0, 1)
 
 
 def test_an_unreachable_cluster_is_one_line(api, capsys, monkeypatch):

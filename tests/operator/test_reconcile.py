@@ -304,6 +304,22 @@ async def test_a_restarted_operator_does_not_take_an_effective_kill_switch_back(
     assert serving.writes("KillSwitch") == []
 
 
+async def test_a_service_that_cannot_be_looked_at_does_not_hold_up_the_kill_switchs_status(serving):
+    serving.cluster.put(service_body("broken"))
+    serving.cluster.put(kill_switch_body())
+    await serving.reconciler.kill_switch()
+    await serving.reconcile()
+    serving.cluster.refuse["apply", "ConfigMap"] = ClusterError(403, "no ConfigMaps for you")
+    before = serving.kill_news
+    with pytest.raises(ClusterError):
+        await serving.reconciler.service(("default", "broken"))
+    assert serving.kill_news == before + 1
+    await serving.reconciler.kill_switch()
+    status = serving.cluster.named("KillSwitch", "global", None)["status"]
+    assert status["podsConfirmed"] == "1/1"
+    assert [missing["service"] for missing in status["notConfirmed"]] == ["broken"]
+
+
 async def test_without_a_kill_switch_nothing_is_written_about_it(serving):
     await serving.reconciler.kill_switch()
     assert serving.writes() == []
@@ -317,6 +333,18 @@ async def test_the_admin_token_is_made_once_and_never_again(serving):
     serving.start_operator()
     await serving.reconcile()
     assert serving.cluster.named("Secret", "smollm-admin")["data"]["token"] == secret
+
+
+async def test_somebody_elses_secret_is_neither_used_nor_taken_over(world):
+    token = base64.b64encode(b"not yours").decode()
+    secret = {"kind": "Secret", "metadata": {"name": "smollm-admin", "namespace": "default"}}
+    world.cluster.put({**secret, "data": {"token": token}})
+    world.serve()
+    await world.reconcile()
+    assert world.condition("Ready") == ("False", "PodRefused")
+    assert "Secret default/smollm-admin exists" in world.status()["failure"]["message"]
+    assert world.cluster.named("Secret", "smollm-admin")["data"] == {"token": token}
+    assert world.writes("Deployment") == []
 
 
 async def test_a_rotated_token_is_used_at_once(serving):

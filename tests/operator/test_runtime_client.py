@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from aiohttp import web
 
 from firsttoken_api.switches import SwitchMessage, resolve
+from firsttoken_operator import runtime_client
 from firsttoken_operator.runtime_client import HttpRuntimeClient, PodAddress, PodError, PodErrorKind
 
 MESSAGE = SwitchMessage(3, resolve({}, {}, frozenset()))
@@ -20,11 +22,19 @@ class Pod:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, str | None, object]] = []
         self.answer: tuple[int, str] = (200, "{}")
+        self.in_pieces = False
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path, request.headers.get("Authorization"), body))
         status, text = self.answer
+        if self.in_pieces:
+            response = web.StreamResponse(status=status)
+            await response.prepare(request)
+            for start in range(0, len(text), 20):
+                await response.write(text[start : start + 20].encode())
+                await asyncio.sleep(0.001)
+            return response
         return web.Response(status=status, text=text)
 
 
@@ -57,6 +67,18 @@ async def test_a_push_carries_the_token_and_the_message_and_reads_the_state(pod,
     assert pod.asked == [("PUT", "/admin/v1/switches", "Bearer secret", MESSAGE.to_json())]
 
 
+async def test_an_answer_that_arrives_in_pieces_is_read_to_its_end(pod, client):
+    pod.answer, pod.in_pieces = (200, json.dumps(STATE)), True
+    assert (await client.state(pod.address, "secret")).generation == 3
+
+
+async def test_an_endless_answer_is_cut(pod, client, monkeypatch):
+    monkeypatch.setattr(runtime_client, "ANSWER_BYTES", 50)
+    pod.answer, pod.in_pieces = (200, json.dumps(STATE)), True
+    with pytest.raises(PodError, match="not a state"):
+        await client.state(pod.address, "secret")
+
+
 async def test_a_verification_is_one_real_token_without_the_token(pod, client):
     pod.answer = (200, '{"choices": [{"text": " there"}]}')
     await client.generate_one(pod.address, "smollm")
@@ -86,7 +108,9 @@ async def test_a_pod_that_says_no_is_quoted(pod, client, status, text, kind, wor
     assert caught.value.generation == (9 if status == 409 else None)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"choices": []}', '{"choices": [{}]}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"choices": []}', '{"choices": [{}]}', '{"choices": {"0": 1}}']
+)
 async def test_an_answer_without_a_completion_is_no_generation(pod, client, text):
     pod.answer = (200, text)
     with pytest.raises(PodError):

@@ -52,6 +52,11 @@ def test_a_file_uri_is_a_path(tmp_path):
     assert model_path(f"file://{tmp_path}/my%20model") == str(tmp_path / "my model")
 
 
+def test_a_file_uri_with_two_slashes_is_refused_before_its_first_folder_is_taken_for_a_host():
+    with pytest.raises(ServeError, match="three slashes"):
+        model_path("file://models/smollm2.gguf")
+
+
 def test_a_switches_file_that_cannot_be_read_is_no_start_with_defaults(tmp_path, token):
     (tmp_path / "switches.json").write_text('{"generation": 3, "switches": {"prefixCashe": {}}}')
     options = ServeOptions(str(tmp_path), switches=tmp_path / "switches.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from firsttoken_api.resources import InferenceService
-from firsttoken_api.switches import SwitchError, SwitchMessage, parse_message
+from firsttoken_api.switches import MOST_GENERATION, SwitchError, SwitchMessage, parse_message
 from firsttoken_operator.cluster import CONFIG_MAP, Body
 from firsttoken_operator.desired.names import manifest, switches_name
 
@@ -38,4 +38,4 @@ def written_generation(config_map: Body | None) -> int:
         generation = json.loads(text)["generation"] if text else 0
     except (ValueError, KeyError, TypeError):
         return 0
-    return generation if isinstance(generation, int) and generation >= 0 else 0
+    return generation if isinstance(generation, int) and 0 <= generation < MOST_GENERATION else 0

@@ -95,8 +95,9 @@ class EngineClient(asyncio.Protocol):
     def add(self, request: Request) -> TokenStream:
         """Hand a request over. Raises EngineLost."""
         self._must_live()
-        stream = self._streams[request.id] = TokenStream()
+        # First: a request that cannot be sent must not leave a stream behind.
         self._send(ipc.Add(request))
+        stream = self._streams[request.id] = TokenStream()
         return stream
 
     def release(self, request_id: str, *, abort: bool) -> None:

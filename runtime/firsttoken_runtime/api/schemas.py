@@ -22,6 +22,7 @@ _MOST_TOKENS = 2**31 - 1
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(ge=0, le=_MOST_TOKENS)]
 
 _NOT_HERE = "is not in this build; leave it out"
 # Fields of the OpenAI API and of other servers that would change the answer: when they count as used.
@@ -81,7 +82,7 @@ class GenerationRequest(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: dict[str, float] | None = None
     stop: Any = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
@@ -160,7 +161,8 @@ class CompletionRequest(GenerationRequest):
 
 
 def _are_token_ids(items: Any) -> bool:
-    return isinstance(items, list) and all(type(item) is int for item in items)
+    """Whole numbers that fit the wire to the engine, which knows which of them exist."""
+    return isinstance(items, list) and all(type(item) is int and -_INT64 <= item < _INT64 for item in items)
 
 
 class Message(BaseModel):
@@ -203,9 +205,9 @@ class ChatRequest(GenerationRequest):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _free_names(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = sorted({"messages", "tools", "add_generation_prompt"} & set(variables or ()))
+        taken = sorted({"messages", "tools", "add_generation_prompt", "self"} & set(variables or ()))
         if taken:
-            raise ValueError(f"must not set {taken[0]}; it has a field of its own")
+            raise ValueError(f"must not set {taken[0]}; the name is taken")
         return variables
 
     @property

@@ -217,6 +217,10 @@ class Server:
                 except (ApiError, EngineLost) as error:
                     log.error("switches file %s: %s; trying again", path, error)
                     file.forget()
+                except Exception:
+                    # Without this the watch would end unseen, and with it the way to switch that is left when
+                    # the operator is gone.
+                    log.exception("switches file %s: not taken; the next change is looked at again", path)
             await asyncio.sleep(POLL_SECONDS)
 
     def _listen_to_signals(self) -> None:

@@ -87,6 +87,7 @@ async def test_the_same_again_is_fine_an_older_or_contradicting_one_is_409(serve
         (b'{"generation": 1, "switches": {"turbo": {"enabled": true}}}', "unknown switch 'turbo'"),
         (b'{"generation": 1, "switches": {"chunkedPrefill": {"chunkSize": 1}}}', "chunkSize"),
         (b'{"generation": -1, "switches": {}}', "generation"),
+        (b'{"generation": 1000000000000000000000, "switches": {}}', "generation must be"),
     ],
 )
 async def test_bad_switches_are_refused_in_words(server, content, words):

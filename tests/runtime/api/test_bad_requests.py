@@ -52,6 +52,9 @@ async def test_a_body_that_is_not_a_json_object(server, body, words):
         ({"prompt": [True]}, "prompt", "string or a list of token ids"),
         ({"prompt": [1, 257]}, None, "the prompt has token 257; this model has tokens 0 to 256"),
         ({"prompt": [-1]}, None, "token -1"),
+        ({"prompt": [2**64]}, "prompt", "string or a list of token ids"),
+        ({"stop_token_ids": [2**64]}, "stop_token_ids.0", "less than or equal to"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
         ({"prompt": ["a", "b"]}, "prompt", "one prompt per request"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -107,7 +110,8 @@ async def test_a_wrong_field_is_named(server, change, param, words):
         ({"tool_choice": "required"}, "tool_choice", "not in this build"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "not in this build"),
         ({"top_logprobs": 99, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "field of its own"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not set self"),
     ],
 )
 async def test_a_wrong_chat_field_is_named(server, change, param, words):
