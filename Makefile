@@ -11,6 +11,8 @@ STAMP  := $(VENV)/.installed
 # Several processes share few cores in tests: threads that wait must not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# `make -j test` too: the tests on the cluster need the machine for themselves.
+.NOTPARALLEL:
 .PHONY: help setup demo demo-down test unit e2e lint generate bench
 
 help: ## List the commands
@@ -46,7 +48,7 @@ lint: setup ## ruff and mypy
 	@$(BIN)/mypy --strict e2e
 
 unit: setup ## Tests that need no cluster
-	@$(BIN)/python -m e2e.cluster install-tools
+	@$(BIN)/python -m e2e.cluster helm >/dev/null
 	@$(BIN)/python -m pytest tests
 
 e2e: setup ## Tests on the real cluster (started if it is not up)

@@ -11,22 +11,30 @@ from pathlib import Path
 import pytest
 
 from e2e.kube import ROOT, Cluster, cluster_tool, is_running, start, wait_ready
+from e2e.manifests import VALID, inference_service
 
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"
 EXAMPLE_NAME = "smollm2"
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A real cluster with the operator installed by helm. Taken down again unless it was up before."""
+def up_or_down_as_before() -> Iterator[None]:
+    """Afterwards the cluster is down again unless it was up before. A fixture of its own, so that this holds
+    for a start that fails half-way, and its dump is still written first."""
     if platform.system() != "Linux" or os.geteuid() != 0:
         pytest.fail("the e2e tests start a Kubernetes node and need Linux and root: run them as root")
     was_running = is_running()
-    made = start()
-    made.install_operator()
-    yield made
+    yield
     if not was_running:
         cluster_tool("down")
+
+
+@pytest.fixture(scope="session")
+def cluster(up_or_down_as_before: None) -> Cluster:
+    """A real cluster with the operator installed by helm."""
+    made = start()
+    made.install_operator()
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +56,14 @@ def service(cluster: Cluster, namespace: str) -> str:
     cluster.kubectl("apply", "-n", namespace, "-f", str(EXAMPLE))
     wait_ready(cluster, namespace, EXAMPLE_NAME)
     return EXAMPLE_NAME
+
+
+@pytest.fixture(scope="module")
+def kept(cluster: Cluster, namespace: str) -> Iterator[str]:
+    """A valid InferenceService without pods, to patch."""
+    cluster.apply_text(inference_service(VALID), "-n", namespace)
+    yield "kept"
+    cluster.kubectl("delete", "ftis", "kept", "-n", namespace, "--timeout=60s")
 
 
 @pytest.hookimpl(wrapper=True)

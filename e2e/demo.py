@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import openai
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from e2e.kube import ROOT, Cluster, KubeError, start, switch_state, wait_for, wait_ready
+from e2e.kube import ROOT, Cluster, KubeError, start, wait_for, wait_ready, wait_switch_state
 
 NAMESPACE = "demo"
 SERVICE = "smollm2"
@@ -50,10 +52,14 @@ def main() -> int:
             _roll_back(cluster, before)
         with step("Engage the KillSwitch, then release it"):
             _kill_and_release(cluster)
-    except KubeError as error:
-        console.print(f"\n[bold red]demo failed:[/bold red] {error}", markup=True)
+    except (KubeError, openai.OpenAIError, httpx.HTTPError) as error:
+        words = escape(str(error) or type(error).__name__)
+        console.print(f"\n[bold red]demo failed:[/bold red] {words}")
         console.print("What the cluster says: .venv/bin/python -m e2e.cluster dump DIR")
         return 1
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; `make demo` goes on from here, `make demo-down` takes everything away")
+        return 130
     _goodbye(cluster)
     return 0
 
@@ -119,12 +125,7 @@ def _switch(cluster: Cluster, change: Callable[[], object], wanted: str) -> floa
     with cluster.admin(NAMESPACE, SERVICE, pod) as admin:
         started = time.monotonic()
         change()
-        wait_for(
-            f"chunkedPrefill to be {wanted} in {pod}",
-            lambda: switch_state(admin.get("/admin/v1/state").json(), "chunkedPrefill") == wanted,
-            30,
-            0.01,
-        )
+        wait_switch_state(admin, "chunkedPrefill", wanted)
         return (time.monotonic() - started) * 1e3
 
 

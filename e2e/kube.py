@@ -45,7 +45,7 @@ class Cluster:
     def kubectl(
         self, *arguments: str, input: str | None = None, check: bool = True, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl. Raises KubeError with its stderr when it fails and `check` is set."""
+        """Run kubectl. Raises KubeError with its words when it fails and `check` is set, or is slow."""
         return self._run([self.kubectl_path, *arguments], input, check, timeout)
 
     def helm(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -80,18 +80,11 @@ class Cluster:
 
     def wait_switch(
         self, namespace: str, service: str, name: str, wanted: str, timeout_seconds: float = 15
-    ) -> float:
-        """Seconds until the service's first pod itself says that the switch has that state."""
+    ) -> None:
+        """Wait until the service's first pod itself says that the switch has that state."""
         pod = self.pods(namespace, service)[0]["metadata"]["name"]
-        started = time.monotonic()
         with self.admin(namespace, service, pod) as admin:
-            wait_for(
-                f"{name} to be {wanted} in {pod}",
-                lambda: switch_state(admin.get("/admin/v1/state").json(), name) == wanted,
-                timeout_seconds,
-                0.02,
-            )
-        return time.monotonic() - started
+            wait_switch_state(admin, name, wanted, timeout_seconds)
 
     def apply_text(self, text: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.kubectl("apply", "-f", "-", *arguments, input=text, check=check)
@@ -168,17 +161,20 @@ class Cluster:
     def _run(
         self, command: list[str], input: str | None, check: bool, timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command,
-            env=self._environment(),
-            input=input,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        shown = " ".join(command)
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environment(),
+                input=input,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise KubeError(f"{shown} did not end within {timeout:.0f} s") from None
         if check and done.returncode != 0:
-            shown = " ".join(command)
             raise KubeError(f"{shown} ended with {done.returncode}: {done.stderr.strip()}")
         return done
 
@@ -251,3 +247,13 @@ def wait_ready(
 def switch_state(state: dict[str, Any], name: str) -> str:
     """One switch's state in an admin-port answer."""
     return next(str(entry["state"]) for entry in state["switches"] if entry["name"] == name)
+
+
+def wait_switch_state(admin: httpx.Client, name: str, wanted: str, timeout_seconds: float = 30) -> None:
+    """Wait until the pod behind this admin port says that the switch has that state."""
+    wait_for(
+        f"{name} to be {wanted}",
+        lambda: switch_state(admin.get("/admin/v1/state").json(), name) == wanted,
+        timeout_seconds,
+        0.01,
+    )

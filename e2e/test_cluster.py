@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from e2e.cluster import layers, mounts, processes, tools
+from e2e.cluster import kernel, layers, mounts, processes, tools
 from e2e.cluster.places import BRIDGE, REPOSITORY, RUN, places
 
 WEB = """
@@ -183,6 +183,19 @@ class TestLifecycle:
         processes.end(everything_of_the_node())
         tool("down")
         assert not any(leftovers().values()), leftovers()
+
+    def test_down_puts_the_kernels_settings_back(self, as_it_was: None) -> None:
+        tool("down")
+        panic = kernel.ROOT / "kernel/panic"
+        was = panic.read_text()
+        try:
+            panic.write_text("7")
+            tool("up")
+            assert panic.read_text().strip() == "10", "kubelet should have changed it"
+            tool("down")
+            assert panic.read_text().strip() == "7"
+        finally:
+            panic.write_text(was)
 
     @pytest.mark.parametrize("moment_seconds", [0.5, 2.0, 4.0])
     def test_up_after_an_up_that_was_killed_in_the_middle(

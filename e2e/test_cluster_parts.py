@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -168,14 +167,3 @@ def test_without_go_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="install Go"):
         tools.helm(Places(tmp_path))
-
-
-def test_services_are_forbidden_while_packages_are_installed_and_only_then(tmp_path: Path) -> None:
-    policy = tmp_path / "policy-rc.d"
-    with tools.no_services_started(policy):
-        assert subprocess.run([policy], check=False).returncode == 101  # Debian policy: action not allowed
-    assert not policy.exists()
-    policy.write_text("the machine's own")
-    with tools.no_services_started(policy):
-        assert policy.read_text() == "the machine's own"
-    assert policy.read_text() == "the machine's own"

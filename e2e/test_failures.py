@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -32,6 +33,13 @@ spec:
 def reason_of(cluster: Cluster, namespace: str, name: str) -> tuple[str, str]:
     ready = condition(cluster.get("ftis", name, "-n", namespace), "Ready")
     return ready.get("reason", ""), ready.get("message", "")
+
+
+@pytest.fixture
+def restored(cluster: Cluster, namespace: str, service: str) -> Iterator[None]:
+    """Afterwards nothing is taken back any more, however the test ended."""
+    yield
+    cluster.patch(namespace, service, {"rollback": None})
 
 
 @pytest.mark.parametrize(
@@ -63,6 +71,7 @@ def test_a_service_that_cannot_start_says_why(
         cluster.kubectl("delete", "ftis", name, "-n", namespace, "--timeout=60s")
 
 
+@pytest.mark.usefixtures("restored")
 def test_a_pod_killed_mid_stream_gives_the_client_an_error_and_comes_back_as_it_was(
     cluster: Cluster, namespace: str, service: str
 ) -> None:
@@ -98,19 +107,18 @@ def test_a_pod_killed_mid_stream_gives_the_client_an_error_and_comes_back_as_it_
         assert not caller.is_alive(), "the client hangs"
     assert "error" in outcome, f"the stream ended as if all were well: {outcome}"
 
-    wait_for("a new pod", lambda: pod not in _names(cluster, namespace, service), 30)
+    def newcomer() -> str | None:
+        names = [found["metadata"]["name"] for found in cluster.pods(namespace, service)]
+        return next((name for name in names if name != pod), None)
+
+    fresh = wait_for("a new pod", newcomer, 30)
+    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{fresh}", "-n", namespace, "--timeout=90s")
     wait_ready(cluster, namespace, service)
-    fresh = cluster.pods(namespace, service)[0]["metadata"]["name"]
     with cluster.admin(namespace, service, fresh) as admin:
         assert switch_state(admin.get("/admin/v1/state").json(), "priorityScheduling") == "rolledBack"
-    cluster.patch(namespace, service, {"rollback": None})
 
 
-def _names(cluster: Cluster, namespace: str, service: str) -> list[str]:
-    names = [pod["metadata"]["name"] for pod in cluster.pods(namespace, service)]
-    return names or ["none yet"]
-
-
+@pytest.mark.usefixtures("restored")
 def test_the_operator_killed_changes_nothing_and_what_was_patched_meanwhile_is_done(
     cluster: Cluster, namespace: str, service: str
 ) -> None:
@@ -123,6 +131,7 @@ def test_the_operator_killed_changes_nothing_and_what_was_patched_meanwhile_is_d
     assert cluster.identity(namespace, service) == before
 
 
+@pytest.mark.usefixtures("restored")
 def test_another_operator_version_restarts_no_model_pod(
     cluster: Cluster, namespace: str, service: str
 ) -> None:
@@ -143,7 +152,6 @@ def test_another_operator_version_restarts_no_model_pod(
         wait_for("the new operator to take the switch over", taken, 60)
         assert cluster.identity(namespace, service) == before
     finally:
-        cluster.patch(namespace, service, {"rollback": None})
         cluster.install_operator()
 
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from e2e.kube import Cluster, condition, wait_for
+from e2e.kube import RELEASE, SYSTEM_NAMESPACE, Cluster, condition, wait_for
 
 SEGMENTS = ("queue", "prefill", "decode", "transport")
 
@@ -134,3 +134,13 @@ def test_scale_works_and_both_replicas_count(cluster: Cluster, namespace: str, s
     finally:
         cluster.kubectl("scale", "ftis", service, "-n", namespace, "--replicas=1")
     wait_for("one pod left", lambda: len(cluster.pods(namespace, service)) == 1, 90, 1)
+
+
+def test_the_operator_lacks_no_right(cluster: Cluster, namespace: str, service: str) -> None:
+    """After all of the above: what the chart's roles did not allow would be in its log."""
+    found = cluster.get("events", "-n", namespace)["items"]
+    told = {event["reason"] for event in found if event["reportingComponent"] == "firsttoken-operator"}
+    assert {"Serving", "SwitchesApplied"} <= told
+    log = cluster.kubectl("logs", f"deployment/{RELEASE}", "-n", SYSTEM_NAMESPACE, "--tail=-1").stdout
+    assert "CRDs are served" in log, "its log from the beginning"
+    assert "is forbidden: User" not in log

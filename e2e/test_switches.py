@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from e2e.conftest import EXAMPLE
-from e2e.kube import ROOT, SYSTEM_NAMESPACE, Cluster, wait_for, wait_ready
+from e2e.kube import ROOT, SYSTEM_NAMESPACE, Cluster, wait_for, wait_ready, wait_switch_state
 from e2e.traffic import Traffic, ask
 
 KILL = ROOT / "examples" / "killswitch.yaml"
@@ -39,9 +39,15 @@ def wait_reported(cluster: Cluster, namespace: str, service: str, name: str, wan
 
 
 @pytest.fixture(autouse=True)
-def released(cluster: Cluster) -> Iterator[None]:
+def released(cluster: Cluster, namespace: str, service: str) -> Iterator[None]:
+    """Afterwards nothing is taken back any more, however the test ended."""
     yield
     cluster.kubectl("delete", "killswitch", "global", "--ignore-not-found")
+    cluster.patch(namespace, service, {"rollback": None})
+    pod = cluster.pods(namespace, service)[0]["metadata"]["name"]
+    with cluster.admin(namespace, service, pod) as admin:
+        for name in LIVE:
+            wait_switch_state(admin, name, "on")
 
 
 @pytest.mark.parametrize("name", LIVE)
@@ -78,8 +84,8 @@ def test_a_parameter_is_changed_live(cluster: Cluster, namespace: str, service: 
 
     with cluster.admin(namespace, service, pod) as admin:
         wait_for("chunk size 64", lambda: chunk_size() == 64, 15, 0.05)
-    cluster.kubectl("apply", "-n", namespace, "-f", str(EXAMPLE))
-    cluster.patch(namespace, service, {"optimizations": {"chunkedPrefill": {"chunkSize": 128}}})
+        cluster.kubectl("apply", "-n", namespace, "-f", str(EXAMPLE))
+        wait_for("the example's own chunk size", lambda: chunk_size() == 128, 15, 0.05)
     assert cluster.identity(namespace, service) == before
 
 
@@ -89,8 +95,6 @@ def test_rollback_all_leaves_only_the_essential_ones(cluster: Cluster, namespace
     now = states(cluster, namespace, service)
     assert now["continuousBatching"] == "on"
     assert {now[name] for name in LIVE} == {"rolledBack"}
-    cluster.patch(namespace, service, {"rollback": None})
-    cluster.wait_switch(namespace, service, "prefixCache", "on")
 
 
 def test_the_kill_switch_is_confirmed_pod_by_pod_and_released_to_exactly_what_was(
@@ -122,7 +126,6 @@ def test_the_kill_switch_is_confirmed_pod_by_pod_and_released_to_exactly_what_wa
     cluster.wait_switch(namespace, service, "prefixCache", "on")
     assert states(cluster, namespace, service) == before
     assert cluster.identity(namespace, service) == was
-    cluster.patch(namespace, service, {"rollback": None})
 
 
 def test_a_pod_that_starts_while_killed_comes_up_killed(
@@ -140,13 +143,10 @@ def test_a_pod_that_starts_while_killed_comes_up_killed(
 
 
 def test_kill_and_release_work_with_the_operator_gone(cluster: Cluster, namespace: str, service: str) -> None:
-    cluster.wait_switch(namespace, service, "prefixCache", "on")
     deployment = cluster.get("deployments", "-n", SYSTEM_NAMESPACE)["items"][0]["metadata"]["name"]
     cluster.kubectl("scale", "deployment", deployment, "-n", SYSTEM_NAMESPACE, "--replicas=0")
-    cluster.kubectl(
-        "wait", "--for=delete", "pod", "--all", "-n", SYSTEM_NAMESPACE, "--timeout=60s", check=False
-    )
     try:
+        cluster.kubectl("wait", "--for=delete", "pod", "--all", "-n", SYSTEM_NAMESPACE, "--timeout=60s")
         report = _firsttoken(cluster, "kill", "--reason", "operator is gone", "--json")
         assert report["pods_confirmed"] == report["pods_total"] >= 1, report
         assert states(cluster, namespace, service)["prefixCache"] == "killed"

@@ -1,29 +1,19 @@
 """What the API server itself says to a bad InferenceService or KillSwitch: at apply and at patch, in words.
 
-No webhook takes part, and nothing here starts a model: the service is kept at 0 replicas, other objects are
-only tried (`--dry-run=server`).
+No webhook takes part, and nothing here starts a model: the service is kept at 0 replicas.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from typing import Any
+import subprocess
 
 import pytest
-import yaml
 
-from e2e.kube import ROOT, Cluster
-from firsttoken_api.optimizations import CATALOGUE, NAMES
-
-Spec = dict[str, Any]
-
-VALID: Spec = {
-    "model": {"uri": "file:///models/some.gguf"},
-    "accelerator": {"type": "cpu"},
-    "replicas": 0,
-}
+from e2e.kube import Cluster
+from e2e.manifests import VALID, Spec, inference_service, kill_switch
+from firsttoken_api.optimizations import NAMES
 
 # What is wrong: the change to VALID, and what the answer must say: where, and what to write instead.
 REFUSED: dict[str, tuple[Spec, tuple[str, ...]]] = {
@@ -131,6 +121,10 @@ REFUSED: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "sinks larger than the window": (
         {"optimizations": {"slidingWindow": {"window": 64, "sinkTokens": 64}}},
         ("spec.optimizations.slidingWindow", "sinkTokens must be smaller than slidingWindow.window"),
+    ),
+    "a fused path that is required and off": (
+        {"optimizations": {"fusedKernels": {"enabled": False, "required": True}}},
+        ("spec.optimizations.fusedKernels", "set enabled: true, or required: false"),
     ),
     "tensor parallelism on a CPU": (
         {"optimizations": {"tensorParallel": {"enabled": True, "degree": 2}}},
@@ -240,17 +234,6 @@ REFUSED: dict[str, tuple[Spec, tuple[str, ...]]] = {
 }
 
 
-def manifest(spec: Spec, name: str = "validation") -> str:
-    return yaml.safe_dump(
-        {
-            "apiVersion": "firsttoken.dev/v1alpha1",
-            "kind": "InferenceService",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-    )
-
-
 def changed(base: Spec, change: Spec) -> Spec:
     """A JSON merge patch: None removes."""
     result = copy.deepcopy(base)
@@ -264,30 +247,22 @@ def changed(base: Spec, change: Spec) -> Spec:
     return result
 
 
-@pytest.fixture(scope="module")
-def kept(cluster: Cluster, namespace: str) -> Iterator[str]:
-    """A valid InferenceService without pods, to patch."""
-    cluster.kubectl("apply", "-n", namespace, "-f", "-", input=manifest(VALID))
-    yield "validation"
-    cluster.kubectl("delete", "ftis", "validation", "-n", namespace, "--timeout=60s")
-
-
 def spec_of(cluster: Cluster, namespace: str, name: str) -> Spec:
-    found: Spec = json.loads(cluster.kubectl("get", "ftis", name, "-n", namespace, "-o", "json").stdout)[
-        "spec"
-    ]
+    found: Spec = cluster.get("ftis", name, "-n", namespace)["spec"]
     return found
+
+
+def refused(answer: subprocess.CompletedProcess[str], words: tuple[str, ...]) -> bool:
+    """Whether a command failed with all these words on stderr."""
+    return answer.returncode != 0 and all(expected in answer.stderr for expected in words)
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_a_bad_input_is_refused_at_apply_in_words(cluster: Cluster, namespace: str, wrong: str) -> None:
     change, words = REFUSED[wrong]
-    answer = cluster.kubectl(
-        "apply", "-n", namespace, "-f", "-", input=manifest(changed(VALID, change), "refused"), check=False
-    )
-    assert answer.returncode != 0
-    for expected in words:
-        assert expected in answer.stderr
+    text = inference_service(changed(VALID, change), "refused")
+    answer = cluster.apply_text(text, "-n", namespace, check=False)
+    assert refused(answer, words), answer.stderr
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
@@ -296,20 +271,9 @@ def test_a_bad_input_is_refused_at_patch_and_nothing_changes(
 ) -> None:
     change, words = REFUSED[wrong]
     before = spec_of(cluster, namespace, kept)
-    answer = cluster.kubectl(
-        "patch",
-        "ftis",
-        kept,
-        "-n",
-        namespace,
-        "--type=merge",
-        "-p",
-        json.dumps({"spec": change}),
-        check=False,
-    )
-    assert answer.returncode != 0
-    for expected in words:
-        assert expected in answer.stderr
+    patch = json.dumps({"spec": change})
+    answer = cluster.kubectl("patch", "ftis", kept, "-n", namespace, "--type=merge", "-p", patch, check=False)
+    assert refused(answer, words), answer.stderr
     assert spec_of(cluster, namespace, kept) == before
 
 
@@ -329,11 +293,9 @@ def test_a_bad_input_is_refused_at_patch_and_nothing_changes(
 def test_an_unknown_field_is_refused_at_apply_and_named_at_patch(
     cluster: Cluster, namespace: str, kept: str, change: Spec, field: str
 ) -> None:
-    applied = cluster.kubectl(
-        "apply", "-n", namespace, "-f", "-", input=manifest(changed(VALID, change), "refused"), check=False
-    )
-    assert applied.returncode != 0
-    assert f'unknown field "{field}"' in applied.stderr
+    text = inference_service(changed(VALID, change), "refused")
+    applied = cluster.apply_text(text, "-n", namespace, check=False)
+    assert refused(applied, (f'unknown field "{field}"',)), applied.stderr
     patched = cluster.kubectl(
         "patch", "ftis", kept, "-n", namespace, "--type=merge", "-p", json.dumps({"spec": change})
     )
@@ -342,20 +304,9 @@ def test_an_unknown_field_is_refused_at_apply_and_named_at_patch(
 
 @pytest.mark.parametrize("name", ["Upper", "1st", "a.b", "x" * 51])
 def test_a_name_that_cannot_be_a_service_is_refused(cluster: Cluster, namespace: str, name: str) -> None:
-    answer = cluster.kubectl("apply", "-n", namespace, "-f", "-", input=manifest(VALID, name), check=False)
+    answer = cluster.apply_text(inference_service(VALID, name), "-n", namespace, check=False)
     assert answer.returncode != 0
     assert "metadata.name" in answer.stderr or "becomes the name of a Service" in answer.stderr
-
-
-def kill_switch(spec: Spec, name: str = "global") -> str:
-    return yaml.safe_dump(
-        {
-            "apiVersion": "firsttoken.dev/v1alpha1",
-            "kind": "KillSwitch",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-    )
 
 
 @pytest.mark.parametrize(
@@ -370,145 +321,5 @@ def kill_switch(spec: Spec, name: str = "global") -> str:
     ],
 )
 def test_a_bad_kill_switch_is_refused(cluster: Cluster, name: str, spec: Spec, words: str) -> None:
-    answer = cluster.kubectl(
-        "apply", "--dry-run=server", "-f", "-", input=kill_switch(spec, name), check=False
-    )
-    assert answer.returncode != 0
-    assert words in answer.stderr
-
-
-def test_a_kill_switch_for_some_is_accepted(cluster: Cluster) -> None:
-    spec = {
-        "engaged": True,
-        "optimizations": ["continuousBatching", "prefixCache"],
-        "namespaces": ["team-a"],
-        "selector": {"matchLabels": {"tier": "test"}},
-        "reason": "wrong answers since noon",
-    }
-    cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=kill_switch(spec))
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_example_is_accepted(cluster: Cluster, namespace: str, path: Any) -> None:
-    answer = cluster.kubectl("apply", "-n", namespace, "--dry-run=server", "-f", str(path))
-    assert "Warning" not in answer.stderr
-
-
-def test_every_field_that_can_be_set_is_accepted_and_kept(cluster: Cluster, namespace: str) -> None:
-    everything: Spec = {
-        "model": {
-            "uri": "hf://org/name",
-            "revision": "main",
-            "tokenSecretRef": {"name": "hub", "key": "token"},
-            "servedName": "name",
-            "maxLength": 8192,
-            "chatTemplateRef": {"name": "templates", "key": "chat.jinja"},
-        },
-        "accelerator": {"type": "nvidia-h100-80gb", "count": 2},
-        "replicas": 2,
-        "slo": {"ttft": {"p50": "500ms", "p95": "1.5s", "p99": "2s"}},
-        "kvCache": {"memory": "8Gi"},
-        "optimizations": {entry.name: {"enabled": True, **entry.defaults} for entry in CATALOGUE},
-        "rollback": dict.fromkeys(("all", *NAMES), False),
-        "rollout": {
-            "strategy": "RollingUpdate",
-            "maxSurge": 1,
-            "maxUnavailable": 0,
-            "drainTimeoutSeconds": 30,
-        },
-        "startupTimeoutSeconds": 600,
-        "template": {
-            "image": "runtime:1",
-            "labels": {"team": "chat"},
-            "annotations": {"note": "x"},
-            "resources": {"requests": {"cpu": 2, "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
-            "sharedMemory": "2Gi",
-            "env": [
-                {"name": "A", "value": "1"},
-                {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "x"}}},
-            ],
-            "nodeSelector": {"zone": "a"},
-            "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}},
-            "priorityClassName": "high",
-            "runtimeClassName": "nvidia",
-            "serviceAccountName": "own",
-            "imagePullSecrets": [{"name": "registry"}],
-        },
-    }
-    answer = cluster.kubectl(
-        "apply",
-        "-n",
-        namespace,
-        "--dry-run=server",
-        "-o",
-        "json",
-        "-f",
-        "-",
-        input=manifest(everything, "all"),
-    )
-    assert json.loads(answer.stdout)["spec"] == everything
-
-
-def test_defaults_are_filled_in(cluster: Cluster, namespace: str) -> None:
-    minimal = {"model": VALID["model"], "accelerator": {"type": "cpu"}}
-    answer = cluster.kubectl(
-        "apply",
-        "-n",
-        namespace,
-        "--dry-run=server",
-        "-o",
-        "json",
-        "-f",
-        "-",
-        input=manifest(minimal, "minimal"),
-    )
-    spec = json.loads(answer.stdout)["spec"]
-    assert spec["replicas"] == 1
-    assert spec["accelerator"] == {"type": "cpu", "count": 1}
-    assert spec["startupTimeoutSeconds"] == 1800
-    assert spec["rollout"] == {
-        "strategy": "RollingUpdate",
-        "maxSurge": 0,
-        "maxUnavailable": 1,
-        "drainTimeoutSeconds": 60,
-    }
-    assert "optimizations" not in spec, "defaults of optimizations follow the release, not the stored object"
-
-
-@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
-def test_explain_describes_every_optimization(cluster: Cluster, entry: Any) -> None:
-    text = " ".join(cluster.kubectl("explain", f"ftis.spec.optimizations.{entry.name}").stdout.split())
-    assert entry.summary in text
-    assert f"spec.rollback.{entry.name}: true" in text
-    assert "enabled <boolean>" in text
-    for parameter, value in entry.defaults.items():
-        assert parameter in text
-        assert value == [] or f"Default: {str(value).lower() if isinstance(value, bool) else value}." in text
-
-
-def test_explain_lists_the_rollback_flags(cluster: Cluster) -> None:
-    text = " ".join(cluster.kubectl("explain", "ftis.spec.rollback").stdout.split())
-    assert "all, " + ", ".join(NAMES) in text
-
-
-def test_every_field_has_a_description(cluster: Cluster) -> None:
-    for kind in ("ftis", "ftks"):
-        for part in ("spec", "status"):
-            lines = cluster.kubectl("explain", f"{kind}.{part}", "--recursive=false").stdout
-            assert "<no description>" not in lines
-
-
-def test_columns_scale_and_category(cluster: Cluster, namespace: str, kept: str) -> None:
-    header = cluster.kubectl("get", "ftis", kept, "-n", namespace).stdout.splitlines()[0]
-    assert header.split("  ")[0].strip() == "NAME"
-    for column in ("MODEL", "READY", "REASON", "TTFT P99", "REPLICAS", "AGE"):
-        assert column in header
-    wide = cluster.kubectl("get", "ftis", kept, "-n", namespace, "-o", "wide").stdout.splitlines()[0]
-    assert "URL" in wide
-    assert "ACCELERATOR" in wide
-    cluster.kubectl("scale", f"ftis/{kept}", "-n", namespace, "--replicas=0")
-    assert (
-        f"inferenceservice.firsttoken.dev/{kept}"
-        in cluster.kubectl("get", "firsttoken", "-n", namespace, "-o", "name").stdout
-    )
+    answer = cluster.apply_text(kill_switch(spec, name), "--dry-run=server", check=False)
+    assert refused(answer, (words,)), answer.stderr

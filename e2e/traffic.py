@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import httpx
 import openai
 
 ANSWER_TOKENS = 24
@@ -47,6 +48,8 @@ class Traffic:
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
+            if thread.is_alive():
+                self.errors.append("a caller got neither an answer nor an error within 60 s")
 
     def wait_for_answers(self, more: int, timeout_seconds: float = 60) -> None:
         """Wait until `more` further answers came in."""
@@ -62,5 +65,5 @@ class Traffic:
         while not self._stop.is_set() and len(self.answers) + len(self.errors) < self.most:
             try:
                 self.answers.append(ask(client, self.model))
-            except openai.OpenAIError as error:
-                self.errors.append(str(error))
+            except (openai.OpenAIError, httpx.HTTPError) as error:  # the latter when a stream breaks off
+                self.errors.append(f"{type(error).__name__}: {error}")

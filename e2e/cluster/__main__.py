@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="paths, processes and problems as JSON")
     commands.add_parser("kubeconfig", help="print the path of the kubeconfig")
     commands.add_parser("images", help="build and import both images; print their references as JSON")
+    commands.add_parser("helm", help="build helm if it is not there yet, and print its path; needs no root")
     commands.add_parser("prepare", help="build what up and images need, without starting anything")
     dumping = commands.add_parser("dump", help="write pods, events and logs to a directory")
     dumping.add_argument("directory", type=Path)
@@ -81,6 +82,8 @@ def _run(arguments: argparse.Namespace, where: Places) -> int:
         case "images":
             built = kind.build_images(where) if kind else _images_on_bare_node(where)
             print(json.dumps(built, indent=1))
+        case "helm":
+            print(tools.helm(where))
         case "prepare":
             tools.install_tools(where)
             images.prepare(where)
@@ -105,7 +108,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         return _run(arguments, places())
-    except ClusterError as error:
+    except (ClusterError, OSError) as error:  # an OSError names the file; the disk may be full, say
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .console import step
+from .console import say, step
 from .mounts import unmount_below
 from .places import Places
 
@@ -44,7 +44,11 @@ def lock(path: Path) -> Iterator[None]:
     """Held by one process at a time; the kernel lets go of it when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another e2e.cluster to be done (it holds {path})")
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from . import images, tools
 from .console import ClusterError, run, say, step
-from .node import RECORD, Health, succeeds
-from .places import REPOSITORY, Places
+from .node import Health, succeeds
+from .places import REPOSITORY, RUN, Places
 
 CLUSTER = "firsttoken"
 
@@ -87,9 +87,9 @@ class Kind:
 
 def chosen_kind(where: Places, wanted: str | None) -> Kind | None:
     """Kind, or None for the bare node. What is up stays; else as asked; `auto` prefers kind."""
-    if RECORD.exists() and wanted != "kind":
-        return None
-    if wanted == "bare":
+    if RUN.exists() and wanted == "kind":
+        raise ClusterError("the bare node is up, or remains of it are there; say `down` first")
+    if RUN.exists() or wanted == "bare":
         return None
     if available():
         return Kind()

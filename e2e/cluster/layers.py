@@ -112,7 +112,8 @@ def dependencies_root(where: Places, image: str) -> Path:
     """
     if f"python{sys.version_info.major}.{sys.version_info.minor}" != PYTHON:
         raise ClusterError(
-            f"the images need packages for {PYTHON}; this virtual environment has another Python"
+            f"the images need packages for {PYTHON}, and this virtual environment has another Python; "
+            f"make it again: `rm -r .venv && make setup PYTHON={PYTHON}`"
         )
 
     def make(directory: Path) -> None:

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from .console import ClusterError
+
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 
 
@@ -25,12 +27,19 @@ def mounted_below(table: str, roots: Sequence[Path]) -> list[str]:
 
 
 def unmount_below(*roots: Path) -> int:
-    """Unmounts everything at or below the roots, and returns how many mounts there were."""
-    points = mounted_below(MOUNT_TABLE.read_text(), [root.resolve() for root in roots])
-    if points:
-        subprocess.run(["umount", "--", *points], capture_output=True, check=False)
-        busy = mounted_below(MOUNT_TABLE.read_text(), [root.resolve() for root in roots])
-        if busy:
-            # A process in its last moments still holds it: detach now, the kernel ends it with the process.
-            subprocess.run(["umount", "--lazy", "--", *busy], capture_output=True, check=False)
+    """Unmounts everything at or below the roots, and returns how many mounts there were.
+
+    ClusterError when one stays: who deletes the directory then would delete what is mounted there.
+    """
+
+    def mounted() -> list[str]:
+        return mounted_below(MOUNT_TABLE.read_text(), [root.resolve() for root in roots])
+
+    points = mounted()
+    # A process in its last moments may hold one: --lazy detaches it, the kernel ends it with the process.
+    for options in ([], ["--lazy"]):
+        if left := mounted():
+            subprocess.run(["umount", *options, "--", *left], capture_output=True, check=False)
+    if left := mounted():
+        raise ClusterError(f"cannot be unmounted: {', '.join(left)}; unmount by hand, then try again")
     return len(points)

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from . import kernel
 from .console import ClusterError, run
 from .places import BRIDGE, NODE_IP, POD_CIDR
 
@@ -58,17 +59,36 @@ def is_ours(chain: str) -> bool:
     return OUR_CHAINS.match(chain) is not None
 
 
-def remove_chains() -> bool:
-    """Takes our chains out of the IPv4 and IPv6 firewalls; True when there were any."""
-    any_removed = False
-    for family in ("iptables", "ip6tables"):
-        if shutil.which(f"{family}-save") is None:
-            continue
-        text = removal(run([f"{family}-save"], why="looking for firewall chains"), is_ours)
+def saved_firewalls() -> dict[str, str]:
+    """The text of both firewalls by the name of their programs, where those are installed."""
+    families = [family for family in ("iptables", "ip6tables") if shutil.which(f"{family}-save")]
+    return {family: run([f"{family}-save"], why="looking for firewall chains") for family in families}
+
+
+def remove_chains(node_was_here: bool) -> bool:
+    """Takes our chains out of the IPv4 and IPv6 firewalls; True when there were any.
+
+    KUBE- chains may belong to another Kubernetes that this machine is a node of. They go only when
+    a node of ours was here; our FIRSTTOKEN- chains are older than its KUBE- chains and show it, too.
+    """
+    saved = saved_firewalls()
+    if not node_was_here and not any(":FIRSTTOKEN-" in text for text in saved.values()):
+        return False
+    removals = {family: removal(text, is_ours) for family, text in saved.items()}
+    for family, text in removals.items():
         if text:
             run([f"{family}-restore", "--noflush"], stdin=text, why="removing firewall chains")
-            any_removed = True
-    return any_removed
+    return any(removals.values())
+
+
+def refuse_another_kubernetes() -> None:
+    """ClusterError when KUBE- chains are there although no node of ours is: two would share them."""
+    if any("\n:KUBE-" in text for text in saved_firewalls().values()):
+        raise ClusterError(
+            "the firewall has KUBE- chains of another Kubernetes: this machine seems to be a node of one, "
+            "and a second would break it. Take another machine, or `--node kind`; when none runs here any "
+            "more, remove the chains (`iptables-save | grep KUBE-` shows them; a restart does it)"
+        )
 
 
 def bridge_exists() -> bool:
@@ -97,5 +117,7 @@ def set_up() -> None:
         ["link", "set", BRIDGE, "up"],
     ):
         run(["ip", *words], why="making the bridge")
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    forwarding = kernel.ROOT / kernel.FORWARDING
+    if forwarding.read_text().strip() != "1":
+        forwarding.write_text("1")
     run(["iptables-restore", "--noflush"], stdin=RULES, why="adding firewall rules")

@@ -6,12 +6,12 @@ import contextlib
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import containerd, images, network, processes, tools
+from . import containerd, images, kernel, network, processes, tools
 from .artefacts import lock, remove_tree
 from .certificates import SERVER, kubeconfig, make_certificates, write_private
 from .configuration import daemon_options, write_configuration
@@ -62,8 +62,8 @@ def health(where: Places) -> Health:
     """Looks at the processes first, then asks the API server whether the node is Ready."""
     running = processes.daemons()
     problems = [f"{name} does not run" for name in START_ORDER if name not in running]
-    if not problems and _recorded_cache() != where.cache:
-        problems.append(f"it belongs to another cache, {_recorded_cache()}")
+    if not problems and (cache := _record().cache) != where.cache:
+        problems.append(f"it belongs to another cache, {cache}")
     if not problems and not succeeds(where, "get", "--raw", "/readyz"):
         problems.append("the API server does not answer that it is ready")
     if not problems and not succeeds(
@@ -73,10 +73,20 @@ def health(where: Places) -> Health:
     return Health(running, problems)
 
 
-def _recorded_cache() -> Path | None:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return Path(json.loads(RECORD.read_text())["cache"])
-    return None
+@dataclass(frozen=True)
+class Record:
+    """What must be known to clear a node away: its cache, and the kernel settings before it started."""
+
+    cache: Path | None = None
+    kernel: Mapping[str, str] = field(default_factory=dict)
+
+
+def _record() -> Record:
+    """That of the node that runs or ran here; an empty one when it is gone or cut short."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(RECORD.read_text())
+        return Record(Path(found["cache"]), found.get("kernel", {}))
+    return Record()
 
 
 def up(where: Places) -> None:
@@ -88,10 +98,11 @@ def up(where: Places) -> None:
             return
         tools.install_tools(where)
         clear(where)
+        network.refuse_another_kubernetes()
         try:
             _start(where)
         except BaseException:
-            say(f"the node did not come up; its logs are in {where.logs}")
+            say(f"the node did not come up; its logs are in {where.logs}; `down` clears it away")
             raise
         say(f"up: {SERVER}, kubeconfig {where.kubeconfig}")
 
@@ -108,11 +119,12 @@ def clear(where: Places) -> bool:
     """Ends and removes everything a node (this one or a predecessor that died) has on this machine.
 
     Every part is looked for in its own right, so it does not matter how much of the rest is left.
+    RUN, with the record in it, goes last: who is interrupted here is not taken for done.
     True when there was something to clear.
     """
-    found = bool(processes.find() or processes.containers() or network.bridge_exists() or RUN.exists())
-    if not found and not where.volatile.exists():
-        return network.remove_chains()
+    traces = (processes.find(), processes.containers(), processes.cgroup_directories())
+    if not any(traces) and not network.bridge_exists() and not RUN.exists() and not where.volatile.exists():
+        return network.remove_chains(node_was_here=False)
     with step("clearing the node that ran here"):
         # The image store outlives the node, so containerd ends in order; the others' state is thrown away.
         # kubelet ends first, or it would start again what ends after it.
@@ -122,19 +134,23 @@ def clear(where: Places) -> bool:
         processes.end(processes.containers())
         processes.stop("containerd")
         processes.end(process.pid for process in processes.find())
-        recorded = Places(_recorded_cache() or where.cache)
+        processes.end(processes.containers())  # what containerd was just starting
+        record = _record()
+        recorded = Places(record.cache or where.cache)
         for socket in containerd.shim_sockets():
             socket.unlink(missing_ok=True)
-        unmount_below(RUN, where.cluster, recorded.cluster)
+        # Not where.volumes: what is mounted there is the user's.
+        unmount_below(RUN, *(root for one in {where, recorded} for root in (one.volatile, one.containerd)))
         network.remove_bridge()
-        network.remove_chains()
-        for volatile in {where.volatile, recorded.volatile}:
-            remove_tree(volatile)
-        remove_tree(RUN)
+        network.remove_chains(node_was_here=True)
+        kernel.put_back(record.kernel)
         _remove_strays(recorded.logs)
-        where.kubeconfig.unlink(missing_ok=True)
         for directory in processes.cgroup_directories():
             _remove_cgroup(directory)
+        for one in {where, recorded}:
+            remove_tree(one.volatile)
+            one.kubeconfig.unlink(missing_ok=True)
+        remove_tree(RUN)
     return True
 
 
@@ -163,7 +179,7 @@ def _remove_cgroup(directory: Path) -> None:
 def _start(where: Places) -> None:
     for directory in (where.volatile, where.logs, where.volumes, where.containerd, RUN):
         directory.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps({"cache": str(where.cache)}))
+    write_private(RECORD, json.dumps({"cache": str(where.cache), "kernel": kernel.settings()}))
     remove_tree(where.logs / "pods")
     for old in where.logs.glob("*.log"):
         old.replace(old.with_suffix(".log.previous"))

@@ -48,6 +48,7 @@ DEBIAN = {
 }
 CNI_DIRECTORIES = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 CNI_PLUGINS = ("bridge", "host-local", "loopback", "portmap")
+NO_SERVICES = "#!/bin/sh\n# firsttoken e2e.cluster: only while it installs packages\nexit 101\n"
 
 
 def cni_directory() -> Path | None:
@@ -70,12 +71,12 @@ def missing_packages() -> list[str]:
 def no_services_started(policy: Path = Path("/usr/sbin/policy-rc.d")) -> Iterator[None]:
     """Debian's packages would start etcd and containerd as services of the machine; this forbids it.
 
-    A policy that the machine has already is left as it is.
+    A policy that the machine has already is left as it is; one that we left when we were killed is ours.
     """
-    if policy.exists():
+    if policy.exists() and policy.read_text() != NO_SERVICES:
         yield
         return
-    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.write_text(NO_SERVICES)
     policy.chmod(0o755)
     try:
         yield

@@ -36,7 +36,7 @@ def _find_helm() -> str:
     if not path or not Path(path).is_file():
         pytest.fail(
             "helm not found: put helm in PATH, set FIRSTTOKEN_HELM to it, or run "
-            "`.venv/bin/python -m e2e.cluster install-tools`"
+            "`.venv/bin/python -m e2e.cluster helm`"
         )
     return path
 

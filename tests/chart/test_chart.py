@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ import yaml
 
 from firsttoken_api.resources.crd import all_crds
 from firsttoken_operator.accelerators import BUILT_IN, parse_accelerators
+from firsttoken_operator.desired.names import labels
+from firsttoken_operator.desired.pod import API_PORT_NAME
+from firsttoken_operator.settings import read_settings
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "firsttoken"
 Manifests = dict[tuple[str, str], dict[str, Any]]
@@ -92,17 +96,17 @@ def test_no_right_has_a_wildcard(render: Render) -> None:
 def test_the_operator_has_the_rights_it_needs_and_no_others(render: Render) -> None:
     assert rules(render(), "ClusterRole", "firsttoken") == {
         "firsttoken.dev/inferenceservices": {"get", "list", "watch"},
-        "firsttoken.dev/inferenceservices/status": {"get", "patch", "update"},
+        "firsttoken.dev/inferenceservices/status": {"update"},
         "firsttoken.dev/killswitches": {"get", "list", "watch"},
-        "firsttoken.dev/killswitches/status": {"get", "patch", "update"},
+        "firsttoken.dev/killswitches/status": {"update"},
         "apps/deployments": {"get", "list", "watch", "create", "patch"},
-        "apps/replicasets": {"get", "list"},
-        "/pods": {"get", "list", "watch"},
+        "apps/replicasets": {"list"},
+        "/pods": {"list", "watch"},
         "/configmaps": {"get", "list", "watch", "create", "patch"},
         "/services": {"get", "create", "patch"},
         "/serviceaccounts": {"get", "create", "patch"},
         "/secrets": {"get", "create", "patch"},
-        "/events": {"create", "patch"},
+        "/events": {"create"},
         "networking.k8s.io/networkpolicies": {"get", "create", "patch"},
         "policy/poddisruptionbudgets": {"get", "create", "patch", "delete"},
     }
@@ -121,13 +125,21 @@ def test_with_namespaces_the_rights_end_there(render: Render) -> None:
         assert binding["subjects"] == [
             {"kind": "ServiceAccount", "name": "firsttoken", "namespace": "firsttoken-system"}
         ]
-    assert rules(manifests, "Role", "default/firsttoken-events") == {"/events": {"create", "patch"}}
+    assert rules(manifests, "Role", "default/firsttoken-events") == {"/events": {"create"}}
     assert environment(manifests)["FIRSTTOKEN_WATCH_NAMESPACES"] == "team-a,team-b"
 
 
 def test_only_people_and_the_kill_command_reach_through_to_pods(render: Render) -> None:
     manifests = render()
-    assert rules(manifests, "ClusterRole", "firsttoken-kill")["/pods/proxy"] == {"get", "update"}
+    assert rules(manifests, "ClusterRole", "firsttoken-kill") == {
+        "firsttoken.dev/killswitches": {"get", "create", "patch"},
+        "firsttoken.dev/killswitches/status": {"update"},
+        "firsttoken.dev/inferenceservices": {"list"},
+        "/configmaps": {"get", "create", "patch"},
+        "/secrets": {"get"},
+        "/pods": {"list"},
+        "/pods/proxy": {"get", "update"},
+    }
     bound = {
         manifest["roleRef"]["name"]
         for (kind, _), manifest in manifests.items()
@@ -145,13 +157,21 @@ def test_roles_can_be_left_to_others(render: Render) -> None:
 
 
 def test_the_operator_is_told_its_configuration(render: Render) -> None:
-    manifests = render({"runtime": {"image": "images.test/runtime:7", "pullPolicy": "Always"}})
+    manifests = render(
+        {
+            "runtime": {"image": "images.test/runtime:7", "pullPolicy": "Always"},
+            "watchNamespaces": ["team-b", "team-a"],
+            "logLevel": "DEBUG",
+        }
+    )
     told = environment(manifests)
-    assert told["FIRSTTOKEN_RUNTIME_IMAGE"] == "images.test/runtime:7"
-    assert told["FIRSTTOKEN_RUNTIME_PULL_POLICY"] == "Always"
-    assert told["FIRSTTOKEN_WATCH_NAMESPACES"] == ""
+    assert environment(render())["FIRSTTOKEN_WATCH_NAMESPACES"] == ""
     by_name = {entry["name"]: entry for entry in container(manifests)["env"]}
     assert by_name["POD_NAMESPACE"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
+    settings = read_settings({**told, "FIRSTTOKEN_ACCELERATORS": ""})
+    assert (settings.runtime_image, settings.pull_policy) == ("images.test/runtime:7", "Always")
+    assert settings.namespaces == ("team-a", "team-b")
+    assert settings.log_level == "DEBUG"
     folder, _, file = told["FIRSTTOKEN_ACCELERATORS"].rpartition("/")
     assert folder in [mount["mountPath"] for mount in container(manifests)["volumeMounts"]]
     assert file in manifests["ConfigMap", "firsttoken-system/firsttoken"]["data"]
@@ -230,6 +250,12 @@ def test_monitors_and_network_policy_are_there_when_asked_for(render: Render, he
     assert {kind for kind, _ in manifests} - kinds == {"ServiceMonitor", "PodMonitor", "NetworkPolicy"}
     monitor = manifests["ServiceMonitor", "firsttoken-system/firsttoken"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    service = manifests["Service", "firsttoken-system/firsttoken-metrics"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+    pods = manifests["PodMonitor", "firsttoken-system/firsttoken-runtime"]["spec"]
+    assert pods["selector"]["matchLabels"].items() <= labels("any").items(), "it must find the model pods"
+    assert pods["podMetricsEndpoints"][0]["port"] == API_PORT_NAME
     wrong = {"metrics": {"service": {"enabled": False}, "serviceMonitor": {"enabled": True}}}
     assert "needs metrics.service.enabled=true" in helm("template", str(CHART), values=wrong).stderr
 
@@ -243,7 +269,16 @@ def test_monitors_and_network_policy_are_there_when_asked_for(render: Render, he
         ({"image": {"digest": "sha256:short"}}, "digest"),
         ({"accelerators": {"x": {"memoryBytes": -1}}}, "memoryBytes"),
         ({"accelerators": {"x": {"memory": "80Gi"}}}, "additional properties 'memory' not allowed"),
+        ({"accelerators": {"x": {"requests": {"memory": "-1Gi"}}}}, "memory"),
         ({"serviceAccount": {"create": False}}, "name the ServiceAccount to use"),
+        ({"serviceAccount": {"name": "The_Account"}}, "serviceAccount"),
+        ({"image": {"repository": "registry.test/operator:1"}}, "repository"),
+        ({"image": {"tag": "a tag"}}, "tag"),
+        ({"runtime": {"image": "registry.test/runtime:1 "}}, "runtime"),
+        ({"resources": {"request": {"cpu": "1"}}}, "additional properties 'request' not allowed"),
+        ({"resources": {"limits": {"memory": "much"}}}, "memory"),
+        ({"podLabels": {"app.kubernetes.io/name": "other"}}, "podLabels"),
+        ({"priorityClassName": "Very High"}, "priorityClassName"),
     ],
 )
 def test_wrong_values_are_refused(helm: Helm, values: dict[str, Any], words: str) -> None:
@@ -252,20 +287,56 @@ def test_wrong_values_are_refused(helm: Helm, values: dict[str, Any], words: str
     assert words in answer.stderr
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"image": {"repository": "registry.test:5000/team/operator", "tag": "1.0_rc.1"}},
+        {"runtime": {"image": "registry.test:5000/runtime:1"}},
+        {"runtime": {"image": "team/runtime@sha256:" + "0" * 64}},
+        {"resources": {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"cpu": 0.5}}},
+        {"podLabels": {"team": "chat"}, "priorityClassName": "system-cluster-critical"},
+    ],
+)
+def test_right_values_are_taken(render: Render, values: dict[str, Any]) -> None:
+    assert DEPLOYMENT in render(values)
+
+
 def test_every_value_is_described_in_the_readme_and_has_a_schema() -> None:
     readme = (CHART / "README.md").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
     for name in values:
-        assert f"`{name}" in readme, f"{name} is not in the chart's README"
-        assert name in schema["properties"], f"{name} has no schema"
+        assert re.search(rf"`{name}[`.]", readme), f"{name} is not in the chart's README"
+
+    def bounded(values: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        for name, value in values.items():
+            known = schema.get("properties", {})
+            assert name in known, f"{where}{name} has no schema"
+            if value and isinstance(value, dict) and "properties" in known[name]:
+                assert known[name]["additionalProperties"] is False, f"{where}{name} takes anything"
+                bounded(value, known[name], f"{where}{name}.")
+
+    bounded(values, schema, "")
 
 
 def test_the_notes_say_what_to_do_next(helm: Helm) -> None:
-    answer = helm(
-        "install", "firsttoken", str(CHART), "--dry-run=client", "--namespace", "firsttoken-system",
-        values={"watchNamespaces": ["team-a"]},
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    assert "watches the namespaces team-a" in answer.stdout
-    assert "kubectl explain ftis.spec" in answer.stdout
+    def notes(**values: Any) -> str:
+        answer = helm(
+            "install", "firsttoken", str(CHART), "--dry-run=client", "--namespace", "firsttoken-system",
+            values={"crds": {"enabled": True}, **values},
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout.partition("NOTES:")[2]
+
+    said = notes(watchNamespaces=["team-a"], runtime={"image": "images.test/runtime:7"})
+    assert "watches the namespaces team-a" in said
+    assert "kubectl apply --namespace team-a -f examples/smollm2.yaml" in said
+    assert "images.test/runtime:7" in said
+    assert "firsttoken-kill" in said
+    for example in re.findall(r"examples/\S+", said):
+        assert example == "examples/" or (CHART.parents[1] / example).is_file()
+    assert "rbac.create" not in said
+    plain = notes(rbac={"create": False, "killRole": False})
+    assert "watches all namespaces" in plain
+    assert "rbac.create is false" in plain
+    assert "firsttoken-kill" not in plain
