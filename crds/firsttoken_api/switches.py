@@ -6,7 +6,8 @@ the catalogue's default. The operator, the command line and the runtime all use 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,6 +18,8 @@ from firsttoken_api.optimizations import BY_NAME, CATALOGUE, Optimization
 
 # As large as the wire, the status field and every other JSON reader can hold.
 MOST_GENERATION = 2**63 - 1
+# Names of another release are repeated in answers, logs and metric labels, so they must look like names.
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 
 
 class Cause(StrEnum):
@@ -45,29 +48,47 @@ class SwitchError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One resolved switch: on or off, by whom it was taken back, and its parameters (camelCase, complete)."""
+    """One resolved switch: on or off, by whom it was taken back, and its parameters (camelCase, complete).
+
+    ignored: names of parameters that were sent and are not in this build; their values are not kept.
+    """
 
     enabled: bool
     cause: Cause | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         cause = {"cause": self.cause.value} if self.cause else {}
-        return {"enabled": self.enabled, **cause, **self.parameters}
+        return {"enabled": self.enabled, **cause, **self.parameters, **dict.fromkeys(self.ignored)}
 
 
 @dataclass(frozen=True)
 class SwitchMessage:
-    """All switches of one service under one generation: the ConfigMap's content and the admin port's body."""
+    """All switches of one service under one generation: the ConfigMap's content and the admin port's body.
+
+    switches: every optimization of the catalogue. unknown: those of another release, which nothing here can
+    do; kept apart so that who reads `switches` need not think of them. Only `parse_message` with
+    `ignore_unknown` makes them.
+    """
 
     generation: int
     switches: Mapping[str, Setting]
+    unknown: Mapping[str, Setting] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        every = {**self.switches, **self.unknown}
         return {
             "generation": self.generation,
-            "switches": {name: setting.to_json() for name, setting in self.switches.items()},
+            "switches": {name: setting.to_json() for name, setting in every.items()},
         }
+
+    def not_in_this_build(self) -> list[str]:
+        """What was sent and nobody here knows: `name` of an optimization, `name.parameter` of a known one."""
+        parameters = [
+            f"{name}.{parameter}" for name, setting in self.switches.items() for parameter in setting.ignored
+        ]
+        return [*self.unknown, *parameters]
 
 
 def killed_names(listed: Set[str], catalogue: tuple[Optimization, ...] = CATALOGUE) -> frozenset[str]:
@@ -113,11 +134,16 @@ def _resolve_one(
     return Setting(enabled, None, parameters)
 
 
-def parse_message(body: Any) -> SwitchMessage:
+def parse_message(body: Any, *, ignore_unknown: bool = False) -> SwitchMessage:
     """Read a switch message from JSON data.
 
     A switch that the message leaves out keeps the catalogue's default. Raises SwitchError with every
     problem found: unknown switch (with the list of known ones), wrong parameter, generation not an integer.
+
+    ignore_unknown: for a reader that may be older than the sender, as a pod is after an upgrade of the
+    operator. Optimizations and parameters that it does not know are then set aside under `unknown` and
+    `ignored`, and the rest counts: a kill must not fail on what is new beside it. What is malformed is
+    refused all the same, and so is a field beside generation and switches: it could change what they mean.
     """
     if not isinstance(body, dict):
         raise SwitchError('expected an object like {"generation": 1, "switches": {...}}')
@@ -130,36 +156,95 @@ def parse_message(body: Any) -> SwitchMessage:
         raise SwitchError('switches must be an object like {"chunkedPrefill": {"enabled": true}}')
     extra = sorted(set(body) - {"generation", "switches"})
     problems = [f"unknown field {name!r}; use generation and switches" for name in extra]
-    resolved = resolve({}, {}, frozenset())
-    for name, written in switches.items():
+    resolved, unknown = resolve({}, {}, frozenset()), dict[str, Setting]()
+    for name, written in sorted(switches.items()):
         try:
-            resolved[name] = _parse_setting(name, written)
+            entry = BY_NAME.get(name)
+            if entry is not None:
+                resolved[name] = _parse_setting(entry, written, ignore_unknown)
+            elif ignore_unknown:
+                unknown[name] = _parse_unknown(name, written)
+            else:
+                raise SwitchError(f"unknown switch {name!r}; use one of {', '.join(BY_NAME)}")
         except SwitchError as error:
             problems.append(str(error))
     if problems:
         raise SwitchError("; ".join(problems))
-    return SwitchMessage(generation, resolved)
+    return SwitchMessage(generation, resolved, unknown)
 
 
-def _parse_setting(name: str, written: Any) -> Setting:
-    entry = BY_NAME.get(name)
-    if entry is None:
-        raise SwitchError(f"unknown switch {name!r}; use one of {', '.join(BY_NAME)}")
+def _parse_setting(entry: Optimization, written: Any, ignore_unknown: bool) -> Setting:
+    values, cause = _values_and_cause(entry.name, written)
+    ignored: tuple[str, ...] = ()
+    if ignore_unknown:
+        values, ignored = _set_aside(entry, values)
+    try:
+        _check(entry, values)
+    except ValidationError as error:
+        raise SwitchError(f"{entry.name}: {_words(error, entry)}") from None
+    setting = _resolve_one(entry, values, False, frozenset())
+    return Setting(setting.enabled and cause is None, cause, setting.parameters, ignored)
+
+
+def _parse_unknown(name: str, written: Any) -> Setting:
+    """A switch of another release. Its default is not known: left to it, it counts as asked for."""
+    _check_name("switch", name)
+    values, cause = _values_and_cause(name, written)
+    enabled = values.get("enabled")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise SwitchError(f"{name}: enabled: Input should be a valid boolean")
+    return Setting(enabled is not False and cause is None, cause)
+
+
+def _values_and_cause(name: str, written: Any) -> tuple[dict[str, Any], Cause | None]:
     if not isinstance(written, dict):
         raise SwitchError(f'{name}: expected an object like {{"enabled": true}}')
     values = dict(written)
-    cause_text = values.pop("cause", None)
+    text = values.pop("cause", None)
     try:
-        cause = Cause(cause_text) if cause_text is not None else None
-        entry.settings.model_validate(values)
-    except ValidationError as error:
-        raise SwitchError(f"{name}: {_words(error, entry)}") from None
+        return values, Cause(text) if text is not None else None
     except ValueError:
-        raise SwitchError(
-            f"{name}: cause must be rolledBack or killed, or left out, not {cause_text!r}"
-        ) from None
-    setting = _resolve_one(entry, values, False, frozenset())
-    return Setting(setting.enabled and cause is None, cause, setting.parameters)
+        raise SwitchError(f"{name}: cause must be rolledBack or killed, or left out, not {text!r}") from None
+
+
+def _check(entry: Optimization, values: Mapping[str, Any]) -> None:
+    """Raises ValidationError. By the names of the wire alone: `chunk_size` would pass and set nothing."""
+    entry.settings.model_validate(values, by_alias=True, by_name=False)
+
+
+def _set_aside(entry: Optimization, values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values without what this build does not know, and the names of that; inside lists as well.
+
+    Raises SwitchError for a name that is none.
+    """
+    try:
+        _check(entry, values)
+    except ValidationError as error:
+        places = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+    else:
+        return values, ()
+    names = {".".join(part for part in place if isinstance(part, str)) for place in places}
+    for name in sorted(names):
+        _check_name(f"{entry.name}: parameter", name)
+    return _without(values, places), tuple(sorted(names))
+
+
+def _without(value: Any, places: Sequence[tuple[str | int, ...]]) -> Any:
+    """JSON data without what is at these places; each is a path of keys and list indices."""
+    deeper: dict[str | int, list[tuple[str | int, ...]]] = {}
+    for first, *rest in places:
+        deeper.setdefault(first, []).append(tuple(rest))
+    kept = (
+        (key, _without(inside, deeper[key]) if key in deeper else inside)
+        for key, inside in (value.items() if isinstance(value, dict) else enumerate(value))
+        if () not in deeper.get(key, ())
+    )
+    return dict(kept) if isinstance(value, dict) else [inside for _, inside in kept]
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise SwitchError(f"{what} {name[:80]!r} is no name; use up to 63 letters and digits")
 
 
 def _words(error: ValidationError, entry: Optimization) -> str:

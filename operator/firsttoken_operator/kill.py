@@ -17,9 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from firsttoken_api.resources import InferenceService, KillSwitch
+from pydantic import ValidationError
+
+from firsttoken_api.resources import KillSwitch
 from firsttoken_api.resources.kill_switch import KILL_SWITCH_NAME
-from firsttoken_api.switches import SwitchMessage, resolve
+from firsttoken_api.switches import SwitchMessage
 from firsttoken_operator.apply import Applier, NameTakenError
 from firsttoken_operator.cluster import (
     CONFIG_MAP,
@@ -36,9 +38,9 @@ from firsttoken_operator.cluster import (
 from firsttoken_operator.desired.access import read_token
 from firsttoken_operator.desired.names import SERVICE_LABEL, admin_secret_name, switches_name
 from firsttoken_operator.desired.switches import read_switches, switches_config_map, written_generation
+from firsttoken_operator.invalid_spec import Asked, read_asked, read_kill_switch
 from firsttoken_operator.kill_status import PodReport, ServiceReport, kill_status
 from firsttoken_operator.observe import PodFacts, pod_facts
-from firsttoken_operator.reconcile import read_resource
 from firsttoken_operator.runtime_client import PodError, PodErrorKind, PodState, answer_of, parse_state
 from firsttoken_operator.switches import killed_here, plan
 
@@ -176,7 +178,8 @@ async def _write_kill_switch(
             body = await cluster.patch(KILL_SWITCH, None, KILL_SWITCH_NAME, [operation])
         except ClusterError as failure:
             return _without_kill_switch(engaged, spec, failure)
-    return read_resource(KillSwitch, body), None
+    # What the command writes it can read: the whole spec, or `engaged: false`, beside which nothing counts.
+    return read_kill_switch(body), None
 
 
 async def _write_status(
@@ -191,7 +194,7 @@ async def _write_status(
         body = await cluster.get(KILL_SWITCH, None, KILL_SWITCH_NAME)
         if body is None:
             return
-        found = read_resource(KillSwitch, body)
+        found = read_kill_switch(body)
         reports = {
             (result.namespace, result.name): ServiceReport(
                 killed_here(found, result.namespace, labels[result.namespace, result.name]),
@@ -203,7 +206,7 @@ async def _write_status(
         status = kill_status(found, labels, reports, datetime.now(UTC)).to_json()
         if status != body.get("status"):
             await cluster.replace_status({**body, "status": status})
-    except ClusterError:
+    except (ClusterError, ValidationError):
         # The pods have been told, and that is what counts; the answer on the screen says who confirmed.
         return
 
@@ -233,11 +236,11 @@ class _Push:
         metadata = body["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         try:
-            owner = read_resource(InferenceService, body)
+            asked = read_asked(body)
             observed = 0
             for _ in range(ATTEMPTS):
                 try:
-                    message, token, pods = await self._write(owner, observed)
+                    message, token, pods = await self._write(asked, observed)
                 except ConflictError:
                     continue  # the operator wrote it meanwhile: read again
                 told = [pod for pod in pods if pod.counts and pod.started]
@@ -253,8 +256,9 @@ class _Push:
         return ServiceResult(namespace, name, None, why="somebody else keeps writing its switches; try again")
 
     async def _write(
-        self, owner: InferenceService, observed: int
+        self, asked: Asked, observed: int
     ) -> tuple[SwitchMessage, str | None, Sequence[PodFacts]]:
+        owner = asked.owner
         namespace, name = owner.metadata.namespace or "", owner.metadata.name
         config_map, secret, pod_bodies = await asyncio.gather(
             self._cluster.get(CONFIG_MAP, namespace, switches_name(name)),
@@ -270,8 +274,7 @@ class _Push:
             )
             observed = max([observed, *(state.generation for state in states if state is not None)])
         killed = killed_here(self._kill_switch, namespace, owner.metadata.labels)
-        resolved = resolve(owner.spec.written_optimizations(), owner.spec.rollback, killed)
-        found = plan(resolved, written, written_generation(config_map), observed)
+        found = plan(asked.switches(killed, written), written, written_generation(config_map), observed)
         await Applier(self._cluster).apply(owner, switches_config_map(owner, found.message), config_map)
         return found.message, token, pods
 

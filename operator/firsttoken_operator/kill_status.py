@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from firsttoken_api.resources import KillSwitch, KillSwitchStatus
 from firsttoken_api.resources.base import ConditionStatus
 from firsttoken_api.resources.kill_switch import Confirmation, NotConfirmed
-from firsttoken_operator.status import Finding, conditions
+from firsttoken_operator.status import Facts, Finding, conditions
+from firsttoken_operator.switches import Confirmation as PodConfirmation
 from firsttoken_operator.switches import ServiceKey, killed_here
 
 EFFECTIVE = "Effective"
@@ -30,6 +31,23 @@ class ServiceReport:
 
     killed: frozenset[str]
     pods: tuple[PodReport, ...]
+
+
+def service_report(facts: Facts) -> ServiceReport:
+    """What the kill switch needs to know of one service."""
+    generation = facts.message.generation if facts.message else 0
+    return ServiceReport(
+        killed=facts.killed,
+        pods=tuple(
+            PodReport(
+                pod.name,
+                None
+                if facts.confirmed(pod)
+                else facts.confirmations.get(pod.uid, PodConfirmation()).why_not(generation),
+            )
+            for pod in facts.switched_pods()
+        ),
+    )
 
 
 def kill_status(

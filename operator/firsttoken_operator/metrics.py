@@ -143,5 +143,5 @@ class CountingRuntimeClient:
         self._metrics.push_seconds.observe(self._time() - started)
         return state
 
-    async def generate_one(self, pod: PodAddress, model: str) -> None:
-        await self._client.generate_one(pod, model)
+    async def generate_one(self, pod: PodAddress, token: str, model: str) -> None:
+        await self._client.generate_one(pod, token, model)

@@ -12,21 +12,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from pydantic import ValidationError
 
-from firsttoken_api.resources import (
-    Condition,
-    InferenceService,
-    InferenceServiceStatus,
-    KillSwitch,
-    Metadata,
-)
-from firsttoken_api.resources.base import ConditionStatus
+from firsttoken_api.resources import InferenceService, InferenceServiceStatus, Metadata
 from firsttoken_api.resources.inference_service_status import FailureReason, FailureStatus, TtftStatus
 from firsttoken_api.resources.kill_switch import KILL_SWITCH_NAME
-from firsttoken_api.switches import resolve
 from firsttoken_operator.accelerators import Accelerator
 from firsttoken_operator.apply import Applier, NameTakenError
 from firsttoken_operator.cluster import (
@@ -52,16 +43,23 @@ from firsttoken_operator.desired.names import SERVICE_LABEL, admin_secret_name, 
 from firsttoken_operator.desired.pod import template_inputs
 from firsttoken_operator.desired.switches import read_switches, switches_config_map, written_generation
 from firsttoken_operator.events import Notice, event_body, kill_notices, notices
-from firsttoken_operator.kill_status import PodReport, ServiceReport, kill_status
+from firsttoken_operator.invalid_spec import (
+    Asked,
+    kill_switch_notices,
+    kill_switch_status,
+    read_asked,
+    read_kill_switch,
+    service_status,
+)
+from firsttoken_operator.kill_state import KillMemory, KillState
+from firsttoken_operator.kill_status import ServiceReport, kill_status, service_report
 from firsttoken_operator.model_source import ModelSourceError, model_source
 from firsttoken_operator.observe import PodFacts, pod_facts, workload_facts
 from firsttoken_operator.settings import Settings
-from firsttoken_operator.status import READY, Facts, Finding, compute_status, conditions
-from firsttoken_operator.switches import Confirmation, Instance, Pusher, ServiceKey, killed_here, plan
+from firsttoken_operator.status import Facts, compute_status
+from firsttoken_operator.switches import Confirmation, Instance, Pusher, ServiceKey, plan
 from firsttoken_operator.ttft import ttft_status
 from firsttoken_operator.verify import Verifier
-
-Resource = TypeVar("Resource", InferenceService, KillSwitch)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ _NAMESAKES = (SERVICE_ACCOUNT, NETWORK_POLICY, SERVICE, DISRUPTION_BUDGET, DEPLO
 class Children:
     """The live objects of one service, as one round of reads found them."""
 
-    kill_switch: KillSwitch | None
+    kill: KillState
     config_map: Body | None
     secret: Body | None
     namesakes: Mapping[Kind, Body | None]
@@ -111,6 +109,7 @@ class Reconciler:
         self._settings = settings
         self._on_report = on_report
         self._now = now
+        self._kill = KillMemory()
         self._reports: dict[ServiceKey, ServiceReport] = {}
         # Looked at, and nothing could be found out: their pods are reported as not confirmed.
         self._unreported: set[ServiceKey] = set()
@@ -125,34 +124,52 @@ class Reconciler:
         if body is None or body["metadata"].get("deletionTimestamp"):
             self.forget(key)
             return None
+        asked = read_asked(body)
+        bring = self._bring if asked.invalid is None else self._hold
         try:
-            owner = read_resource(InferenceService, body)
-        except ValidationError as error:
-            self._no_report(key)
-            return await self._refuse(body, error)
-        try:
-            return await self._bring(key, body, owner)
+            return await bring(key, body, asked)
+        except ConflictError:
+            return CONFLICT_SECONDS
         except ClusterError:
             self._no_report(key)
             raise
 
-    async def _bring(self, key: ServiceKey, body: Body, owner: InferenceService) -> float | None:
-        children = await self._observe(key)
+    async def _bring(self, key: ServiceKey, body: Body, asked: Asked) -> float | None:
+        owner, children = asked.owner, await self._observe(key)
         facts = Facts(service=owner, pods=children.pods, now=self._now())
         again: float | None = None
         try:
-            try:
-                facts = await self._switches(key, owner, children)
-                facts = await self._workload(owner, children, facts)
-            except NameTakenError as error:
-                blocked = FailureStatus(reason=FailureReason.POD_REFUSED, message=str(error))
-                facts = replace(facts, blocked=blocked)
-                again = OUTGOING_SECONDS if error.outgoing else None
-            await self._report(key, body, facts)
-        except ConflictError:
-            return CONFLICT_SECONDS
+            token = await self._token(owner, children.secret)
+            facts = await self._switches(key, asked, children, token)
+            facts = await self._workload(owner, children, facts, token)
+        except NameTakenError as error:
+            blocked = FailureStatus(reason=FailureReason.POD_REFUSED, message=str(error))
+            facts = replace(facts, blocked=blocked)
+            again = OUTGOING_SECONDS if error.outgoing else None
+        await self._report(key, body, facts, compute_status(facts))
         # What blocks it may be lifted where nothing tells the operator: a quota, somebody else's object.
         return again or (BLOCKED_SECONDS if facts.blocked else None)
+
+    async def _hold(self, key: ServiceKey, body: Body, asked: Asked) -> float | None:
+        """A spec that the CRD let through and nobody here can read: say so, and leave what runs alone.
+
+        Its switches are brought up to date all the same, because the kill switch counts everywhere.
+        """
+        owner, children = asked.owner, await self._observe(key)
+        written = read_switches(children.config_map)
+        killed = children.kill.killed(key[0], owner.metadata.labels, written)
+        facts = Facts(service=owner, pods=children.pods, killed=killed, now=self._now())
+        again: float | None = None
+        # Of a service that was never brought up there is nothing to switch.
+        if children.config_map is not None or children.namesakes[DEPLOYMENT] is not None:
+            try:
+                token = await self._token(owner, children.secret)
+                facts = await self._switches(key, asked, children, token)
+            except NameTakenError as error:
+                logger.warning("%s/%s: switches not written: %s", *key, error)
+                again = OUTGOING_SECONDS if error.outgoing else None
+        await self._report(key, body, facts, service_status(asked, facts))
+        return again
 
     async def poll(self, key: ServiceKey) -> bool:
         """Ask the service's pods for their state; reads only. True when the service is to be looked at."""
@@ -179,7 +196,10 @@ class Reconciler:
         body = await self._cluster.get(KILL_SWITCH, None, KILL_SWITCH_NAME)
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
-        found = read_resource(KillSwitch, body)
+        try:
+            found = read_kill_switch(body)
+        except ValidationError as error:
+            return await self._refuse_kill_switch(body, error)
         services = {
             (item["metadata"]["namespace"], item["metadata"]["name"]): item["metadata"].get("labels") or {}
             for namespace in self._settings.namespaces or (None,)
@@ -206,19 +226,20 @@ class Reconciler:
             self._unreported.add(key)
             self._on_report()
 
-    async def _refuse(self, body: Body, error: ValidationError) -> float | None:
-        """A spec that the CRD let through and nobody here can read: say so, and leave what runs alone."""
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        finding = Finding(
-            ConditionStatus.FALSE, "SpecInvalid", f"{where}: {first['msg']}; correct this field"
-        )
-        generation = body["metadata"].get("generation", 0)
-        before = [Condition.model_validate(item) for item in (body.get("status") or {}).get("conditions", [])]
-        found = conditions({READY: finding}, before, generation, self._now())
-        status = InferenceServiceStatus(observed_generation=generation, conditions=found).to_json()
-        if status != (body.get("status") or {}):
-            await self._cluster.replace_status({**body, "status": status})
+    async def _refuse_kill_switch(self, body: Body, error: ValidationError) -> float | None:
+        """An engaged kill switch that cannot be read changes nothing; here it is said that it does not."""
+        status = kill_switch_status(body, error, self._now())
+        content = status.to_json()
+        if content == (body.get("status") or {}):
+            return None
+        try:
+            await self._cluster.replace_status({**body, "status": content})
+        except ConflictError:
+            return CONFLICT_SECONDS
+        told = kill_switch_notices(body, status)
+        for notice in told:
+            logger.error("KillSwitch %s: %s", KILL_SWITCH_NAME, notice.message)
+        await self._tell(KILL_SWITCH, Metadata.model_validate(body["metadata"]), told)
         return None
 
     async def _observe(self, key: ServiceKey) -> Children:
@@ -236,7 +257,7 @@ class Reconciler:
             get(KILL_SWITCH, None, KILL_SWITCH_NAME), singles, lists
         )
         return Children(
-            kill_switch=read_resource(KillSwitch, kill_body) if kill_body else None,
+            kill=self._kill.look(kill_body),
             config_map=config_map,
             secret=secret,
             namesakes=dict(zip(_NAMESAKES, namesakes, strict=True)),
@@ -244,14 +265,12 @@ class Reconciler:
             pods=[pod_facts(pod) for pod in pods],
         )
 
-    async def _switches(self, key: ServiceKey, owner: InferenceService, children: Children) -> Facts:
+    async def _switches(self, key: ServiceKey, asked: Asked, children: Children, token: str) -> Facts:
         """ConfigMap first, so that a pod that starts now comes up right; then the push."""
-        token = await self._token(owner, children.secret)
-        kill = children.kill_switch
-        killed = killed_here(kill, key[0], owner.metadata.labels)
-        resolved = resolve(owner.spec.written_optimizations(), owner.spec.rollback, killed)
+        owner, written = asked.owner, read_switches(children.config_map)
+        killed = children.kill.killed(key[0], owner.metadata.labels, written)
+        resolved = asked.switches(killed, written)
         instances = [pod.instance for pod in children.pods if pod.started and pod.instance is not None]
-        written = read_switches(children.config_map)
         if written is None and instances:
             await self._pusher.learn(key, instances, token)
         found = plan(
@@ -268,11 +287,11 @@ class Reconciler:
             message=found.message,
             confirmations=_by_uid(known),
             killed=killed,
-            kill_reason=kill.spec.reason if kill else None,
+            kill_reason=children.kill.reason,
             now=self._now(),
         )
 
-    async def _workload(self, owner: InferenceService, children: Children, facts: Facts) -> Facts:
+    async def _workload(self, owner: InferenceService, children: Children, facts: Facts, token: str) -> Facts:
         """Everything else; returns the facts with the workload and the verifications in them."""
         apply, key = self._applier.apply, (owner.metadata.namespace or "", owner.metadata.name)
         await apply(owner, access.service_account(owner), children.namesakes[SERVICE_ACCOUNT])
@@ -310,7 +329,7 @@ class Reconciler:
         found = workload_facts(deployment, children.replica_sets)
         looked = replace(facts, workload=found, blocked=blocked, gpu_type=gpu_type, now=self._now())
         ready = [pod.instance for pod in looked.newest_pods() if pod.ready and pod.instance is not None]
-        verifications = self._verifier.ensure(key, ready, model)
+        verifications = self._verifier.ensure(key, ready, token, model)
         by_uid = {instance.uid: verification for instance, verification in verifications.items()}
         served = self._verifier.served(key, [pod.uid for pod in looked.pods])
         return replace(looked, verifications=by_uid, served=served)
@@ -349,9 +368,10 @@ class Reconciler:
                 "it to the Helm value accelerators"
             ) from None
 
-    async def _report(self, key: ServiceKey, body: Body, facts: Facts) -> None:
+    async def _report(
+        self, key: ServiceKey, body: Body, facts: Facts, status: InferenceServiceStatus
+    ) -> None:
         """Write the status whole when it changed, tell Events of what changed, tell the kill switch."""
-        status = compute_status(facts)
         content = status.to_json()
         if content != (body.get("status") or {}):
             await self._cluster.replace_status({**body, "status": content})
@@ -372,36 +392,8 @@ class Reconciler:
                 logger.warning("%s %s: event not written: %s", kind.kind, about.name, error)
 
 
-def read_resource(model: type[Resource], body: Body) -> Resource:
-    """The resource in `body`; a status that another version wrote and this one cannot read is left aside.
-
-    Raises ValidationError when it is the spec that cannot be read.
-    """
-    try:
-        return model.model_validate(body)
-    except ValidationError:
-        return model.model_validate({**body, "status": {}})
-
-
 class UnknownAcceleratorError(ValueError):
     """spec.accelerator.type is not in the catalogue; the text lists it."""
-
-
-def service_report(facts: Facts) -> ServiceReport:
-    """What the kill switch needs to know of one service."""
-    generation = facts.message.generation if facts.message else 0
-    return ServiceReport(
-        killed=facts.killed,
-        pods=tuple(
-            PodReport(
-                pod.name,
-                None
-                if facts.confirmed(pod)
-                else facts.confirmations.get(pod.uid, Confirmation()).why_not(generation),
-            )
-            for pod in facts.switched_pods()
-        ),
-    )
 
 
 def _by_uid(known: dict[Instance, Confirmation]) -> dict[str, Confirmation]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from firsttoken_api import verification
 from firsttoken_api.switches import SwitchMessage
 
 ADMIN_TIMEOUT_SECONDS = 2.0
@@ -110,7 +111,7 @@ class RuntimeClient(Protocol):
 
     async def put_switches(self, pod: PodAddress, token: str, message: SwitchMessage) -> PodState: ...
 
-    async def generate_one(self, pod: PodAddress, model: str) -> None: ...
+    async def generate_one(self, pod: PodAddress, token: str, model: str) -> None: ...
 
 
 class HttpRuntimeClient:
@@ -127,23 +128,25 @@ class HttpRuntimeClient:
 
     async def state(self, pod: PodAddress, token: str) -> PodState:
         url = pod.url(pod.admin_port, "/admin/v1/state")
-        return parse_state(await self._ask("GET", url, token, None, ADMIN_TIMEOUT_SECONDS))
+        return parse_state(await self._ask("GET", url, _bearer(token), None, ADMIN_TIMEOUT_SECONDS))
 
     async def put_switches(self, pod: PodAddress, token: str, message: SwitchMessage) -> PodState:
         url = pod.url(pod.admin_port, "/admin/v1/switches")
-        return parse_state(await self._ask("PUT", url, token, message.to_json(), ADMIN_TIMEOUT_SECONDS))
+        body = message.to_json()
+        return parse_state(await self._ask("PUT", url, _bearer(token), body, ADMIN_TIMEOUT_SECONDS))
 
-    async def generate_one(self, pod: PodAddress, model: str) -> None:
+    async def generate_one(self, pod: PodAddress, token: str, model: str) -> None:
+        """Through the API port, as users come; marked, so that it does not count as their TTFT."""
         url = pod.url(pod.api_port, "/v1/completions")
         body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        answer = await self._ask("POST", url, None, body, GENERATE_TIMEOUT_SECONDS)
+        headers = {verification.HEADER: verification.verification_mark(token)}
+        answer = await self._ask("POST", url, headers, body, GENERATE_TIMEOUT_SECONDS)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         first = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(first, dict) or "text" not in first:
             raise PodError(PodErrorKind.REFUSED, "answered without a completion")
 
-    async def _ask(self, method: str, url: str, token: str | None, body: Any, seconds: float) -> Any:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async def _ask(self, method: str, url: str, headers: Mapping[str, str], body: Any, seconds: float) -> Any:
         try:
             async with self._session.request(
                 method,
@@ -160,6 +163,10 @@ class HttpRuntimeClient:
         except (aiohttp.ClientError, OSError) as error:
             raise PodError(PodErrorKind.UNREACHABLE, _connection_words(error)) from None
         return answer_of(status, text)
+
+
+def _bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
 
 
 async def _whole(content: aiohttp.StreamReader) -> bytes:

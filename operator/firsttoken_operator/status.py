@@ -19,7 +19,7 @@ from firsttoken_api.resources.inference_service_status import (
     KillSwitchView,
     OptimizationStatus,
 )
-from firsttoken_api.switches import Cause, Setting, State, SwitchMessage
+from firsttoken_api.switches import Cause, Setting, SwitchMessage
 from firsttoken_operator.desired.access import url
 from firsttoken_operator.desired.names import selector_text
 from firsttoken_operator.desired.workload import wanted_replicas
@@ -332,20 +332,17 @@ def _optimization(
         name=name,
         desired="on" if setting.enabled else "off",
         effective=effective,
-        reason=_reason(facts, name, setting, effective, [answer.reason for answer in answers]),
+        reason=_reason(facts, name, setting, [answer.reason for answer in answers]),
         pods=confirmed,
         not_confirmed=missing,
     )
 
 
-def _reason(
-    facts: Facts, name: str, setting: Setting, effective: str, answers: Sequence[str | None]
-) -> str | None:
+def _reason(facts: Facts, name: str, setting: Setting, answers: Sequence[str | None]) -> str | None:
     if setting.cause is Cause.KILLED:
         return f"kill switch{f': {facts.kill_reason}' if facts.kill_reason else ''}"
     if setting.cause is Cause.ROLLED_BACK:
         flag = name if facts.service.spec.rollback.get(name) else "all"
         return f"spec.rollback.{flag} is true"
-    if effective in (State.INACTIVE.value, EffectiveState.MIXED.value):
-        return next((answer for answer in answers if answer), None)
-    return None
+    # Also of a switch that is on: a pod of an older release names the parameters that it ignores.
+    return next((answer for answer in answers if answer), None)

@@ -14,6 +14,8 @@ SEGMENTS = ("queue", "prefill", "decode", "transport")
 # A status write per request would be noise: values within this of the shown ones leave the status alone.
 MATERIAL_FRACTION = 0.1
 MATERIAL_SECONDS = 0.001
+# How sure the figures are grows with the requests behind them; a count that is half as large again is news.
+MATERIAL_COUNT = 1.5
 
 
 def ttft_status(states: Sequence[PodState], previous: TtftStatus | None) -> TtftStatus | None:
@@ -61,6 +63,9 @@ def _mean(measured: Sequence[tuple[int, Mapping[str, Any]]], total: int, name: s
 
 
 def _material(previous: TtftStatus, found: TtftStatus) -> bool:
+    fewer, more = sorted((previous.count or 0, found.count or 0))
+    if more >= MATERIAL_COUNT * fewer and more != fewer:
+        return True
     pairs = [(getattr(previous, name), getattr(found, name)) for name in QUANTILES]
     before, now = previous.segments or SegmentStatus(), found.segments or SegmentStatus()
     pairs += [(getattr(before, name), getattr(now, name)) for name in SEGMENTS]

@@ -1,7 +1,8 @@
 """A pod counts as ready only after it has generated one real token.
 
 Once per running container: a restarted container is verified again, a reconcile never repeats it, and after a
-restart of the operator every pod is verified anew.
+restart of the operator every pod is verified anew. The pod leaves the request out of its TTFT (see
+`firsttoken_api.verification`); one of an image that does not know the mark yet counts it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Verifier:
         self._served: dict[ServiceKey, set[str]] = {}
 
     def ensure(
-        self, key: ServiceKey, instances: Collection[Instance], model: str
+        self, key: ServiceKey, instances: Collection[Instance], token: str, model: str
     ) -> dict[Instance, Verification]:
         """What is known of these instances; starts verifying those not yet verified, drops all others.
 
-        model: the name a request asks for.
+        token: of the pods' admin port; a mark of it goes along. model: the name a request asks for.
         """
         known = self._known.setdefault(key, {})
         for gone in set(known) - set(instances):
@@ -50,7 +51,7 @@ class Verifier:
         for instance in instances:
             result = known.setdefault(instance, Verification())
             if not result.answered and (key, instance) not in self._tasks:
-                task = asyncio.create_task(self._verify(key, instance, model))
+                task = asyncio.create_task(self._verify(key, instance, token, model))
                 self._tasks[key, instance] = task
         return dict(known)
 
@@ -76,11 +77,11 @@ class Verifier:
         if task is not None:
             task.cancel()
 
-    async def _verify(self, key: ServiceKey, instance: Instance, model: str) -> None:
+    async def _verify(self, key: ServiceKey, instance: Instance, token: str, model: str) -> None:
         failures = 0
         while True:
             try:
-                await self._client.generate_one(instance.address, model)
+                await self._client.generate_one(instance.address, token, model)
             except PodError as error:
                 failures += 1
                 result = Verification(False, str(error))

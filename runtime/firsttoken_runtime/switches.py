@@ -2,16 +2,20 @@
 
 Two sources: a mounted file, watched by its content, and the admin port. The higher generation wins; the same
 generation with the same content is no change; everything else is refused with the generation in force.
+Both may be written by a newer release than this one: see `parse_text`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from firsttoken_api.switches import SwitchError, SwitchMessage, parse_message, resolve
+from firsttoken_runtime.engine.snapshot import NOT_IN_BUILD, switch_state
 
 POLL_SECONDS = 0.25
 # A ConfigMap cannot be larger than 1 MiB.
@@ -55,12 +59,36 @@ def default_message() -> SwitchMessage:
 
 
 def parse_text(text: str) -> SwitchMessage:
-    """Read a switch file's content. Raises SwitchError, also for what is not JSON."""
+    """Read a switch file's content.
+
+    The sender may be of a newer release: what this build does not know is set aside, and the rest counts.
+    Raises SwitchError, also for what is not JSON.
+    """
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SwitchError(f"not valid JSON: {error}") from None
-    return parse_message(body)
+    return parse_message(body, ignore_unknown=True)
+
+
+def answered(states: Sequence[Mapping[str, Any]], message: SwitchMessage) -> list[dict[str, Any]]:
+    """What a pod answers for every switch of the message.
+
+    states: the engine's, of the switches it knows. Parameters that were ignored are named in the reason; an
+    optimization of another release is answered like one that is known and not built.
+    """
+    found = [
+        {**state, "reason": _with_ignored(state["reason"], message.switches[state["name"]].ignored)}
+        for state in states
+    ]
+    return found + [switch_state(name, setting, NOT_IN_BUILD) for name, setting in message.unknown.items()]
+
+
+def _with_ignored(reason: str | None, ignored: Sequence[str]) -> str | None:
+    if not ignored:
+        return reason
+    words = f"ignored, {NOT_IN_BUILD}: {', '.join(ignored)}"
+    return f"{reason}; {words}" if reason else words
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class Recorder:
         made = ModuleType("implementation")
         setattr(made, options, lambda **given: given)
         made.run = lambda given=None: (self.given.append(given or {}), self.code)[1]  # type: ignore[attr-defined]
-        made.SCENARIOS = ("single", "cached")  # type: ignore[attr-defined]
         return made
 
 
@@ -177,11 +176,34 @@ def test_a_pod_that_did_not_confirm_is_an_exit_code(recorder: Recorder) -> None:
     assert invoke("kill").exit_code == 1
 
 
-def test_bench_runs_all_scenarios_unless_some_are_named(recorder: Recorder) -> None:
+def test_bench_hands_over_its_scenarios_and_its_loads(recorder: Recorder) -> None:
     invoke("bench")
     invoke("bench", "--scenario", "cached", "--json")
-    assert [given["scenarios"] for given in recorder.given] == [("single", "cached"), ("cached",)]
-    assert [given["json"] for given in recorder.given] == [False, True]
+    invoke("bench", "--rate", "1", "--rate", "2.5", "--endpoint", "chat", "--no-ignore-eos")
+    assert [given["scenarios"] for given in recorder.given] == [(), ("cached",), ()]
+    assert [given["json"] for given in recorder.given] == [False, True, False]
+    assert [given["rates"] for given in recorder.given] == [(), (), (1.0, 2.5)]
+    assert [(given["chat"], given["ignore_eos"]) for given in recorder.given[1:]] == [
+        (False, True),
+        (True, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rate", "0"), "Invalid value for '--rate'"),
+        (("--concurrency", "0"), "Invalid value for '--concurrency'"),
+        (("--rounds", "0"), "Invalid value for '--rounds'"),
+        (("--cache", "lukewarm"), "'cold', 'warm'"),
+        (("--trace", "/does/not/exist"), "does not exist"),
+        (("--compare", "one.json"), "requires 2 arguments"),
+    ],
+)
+def test_bench_says_what_is_wrong(recorder: Recorder, arguments: tuple[str, ...], words: str) -> None:
+    answer = invoke("bench", *arguments)
+    assert answer.exit_code == 2
+    assert words in plain(answer.output)
 
 
 def test_operator_runs(recorder: Recorder) -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firsttoken_api.optimizations import BY_NAME, CATALOGUE, NAMES
-from firsttoken_api.switches import Cause, SwitchError, SwitchMessage, killed_names, parse_message, resolve
+from firsttoken_api.switches import (
+    Cause,
+    Setting,
+    SwitchError,
+    SwitchMessage,
+    killed_names,
+    parse_message,
+    resolve,
+)
 
 ESSENTIAL = {entry.name for entry in CATALOGUE if entry.essential}
 
@@ -132,6 +140,7 @@ def one(name: str, written: Any) -> dict[str, Any]:
         (one("chunkedPrefil", {}), "unknown switch 'chunkedPrefil'; use one of " + ", ".join(NAMES)),
         (one("chunkedPrefill", True), 'chunkedPrefill: expected an object like {"enabled": true}'),
         (one("chunkedPrefill", {"chunk": 5}), "unknown parameter 'chunk'; use enabled, chunkSize"),
+        (one("chunkedPrefill", {"chunk_size": 64}), "unknown parameter 'chunk_size'; use enabled, chunkSize"),
         (one("chunkedPrefill", {"chunkSize": 0}), "chunkSize: Input should be greater than or equal to 16"),
         (one("chunkedPrefill", {"chunkSize": "512"}), "chunkSize: Input should be a valid integer"),
         (one("chunkedPrefill", {"enabled": "no"}), "enabled: Input should be a valid boolean"),
@@ -149,6 +158,78 @@ def one(name: str, written: Any) -> dict[str, Any]:
 def test_a_wrong_message_is_refused_in_words(body: Any, words: str) -> None:
     with pytest.raises(SwitchError) as refused:
         parse_message(body)
+    assert words in str(refused.value)
+
+
+SKEWED: dict[str, Any] = {
+    "generation": 8,
+    "switches": {
+        "warpDrive": {"enabled": True, "factor": 10**40},
+        "afterburner": {"enabled": False, "layers": [[[]]]},
+        "turbo": {"enabled": True, "cause": "killed"},
+        "prefixCache": {"enabled": True, "cause": "killed", "maxMemory": "25%"},
+        "chunkedPrefill": {"enabled": True, "chunkSize": 64, "overlap": {"of": "NaN"}, "chunk_size": 1},
+        "kvQuantization": {"layers": [{"layer": 3, "precision": "int8", "group": 32}]},
+    },
+}
+
+
+def test_a_message_of_a_newer_release_counts_as_far_as_it_is_known() -> None:
+    message = parse_message(SKEWED, ignore_unknown=True)
+    assert set(message.switches) == set(NAMES)
+    assert message.switches["prefixCache"] == Setting(False, Cause.KILLED, {"maxMemory": "25%"})
+    assert message.switches["chunkedPrefill"].parameters == {"chunkSize": 64}
+    assert message.switches["kvQuantization"].parameters["layers"] == [{"layer": 3, "precision": "int8"}]
+    assert message.unknown == {
+        "afterburner": Setting(False),
+        "turbo": Setting(False, Cause.KILLED),
+        "warpDrive": Setting(True),
+    }
+    assert message.not_in_this_build() == [
+        "afterburner",
+        "turbo",
+        "warpDrive",
+        "kvQuantization.layers.group",
+        "chunkedPrefill.chunk_size",
+        "chunkedPrefill.overlap",
+    ]
+
+
+def test_an_optimization_of_a_newer_release_that_is_left_to_its_default_counts_as_asked_for() -> None:
+    assert parse_message(one("turbo", {}), ignore_unknown=True).unknown == {"turbo": Setting(True)}
+
+
+def test_what_is_not_known_survives_the_wire_between_two_readers_by_name() -> None:
+    message = parse_message(SKEWED, ignore_unknown=True)
+    assert parse_message(json.loads(json.dumps(message.to_json())), ignore_unknown=True) == message
+
+
+def test_without_anything_new_both_readers_agree() -> None:
+    body = one("chunkedPrefill", {"enabled": True, "chunkSize": 64})
+    assert parse_message(body, ignore_unknown=True) == parse_message(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "expected an object like"),
+        ({"generation": 1, "switches": []}, "switches must be an object"),
+        ({"generation": "1", "switches": {}}, "generation must be a whole number"),
+        ({"generation": 1, "switches": {}, "dryRun": True}, "unknown field 'dryRun'"),
+        (one("turbo", True), "turbo: expected an object like"),
+        (one("turbo", {"enabled": "yes"}), "turbo: enabled: Input should be a valid boolean"),
+        (one("turbo", {"cause": "bored"}), "turbo: cause must be rolledBack or killed"),
+        (one("tur\ud800bo", {}), "is no name; use up to 63 letters and digits"),
+        (one("t" * 64, {}), "is no name"),
+        (one("chunkedPrefill", {"a b": 1}), "chunkedPrefill: parameter 'a b' is no name"),
+        (one("chunkedPrefill", {"overlap": 1, "chunkSize": "64"}), "chunkSize: Input should be a valid int"),
+        (one("chunkedPrefill", {"overlap": 1, "chunkSize": 1}), "chunkSize: Input should be greater than"),
+        (one("kvQuantization", {"layers": [{"layer": -1, "group": 3}]}), "layers.0.layer: "),
+    ],
+)
+def test_what_is_malformed_is_refused_also_beside_what_is_new(body: Any, words: str) -> None:
+    with pytest.raises(SwitchError) as refused:
+        parse_message(body, ignore_unknown=True)
     assert words in str(refused.value)
 
 
@@ -171,12 +252,29 @@ json_values = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({"generation": st.just(1), "switches": st.dictionaries(names, json_values)}))
-def test_whatever_comes_is_taken_whole_or_refused_in_words(body: dict[str, Any]) -> None:
+@given(
+    st.fixed_dictionaries(
+        {"generation": st.just(1), "switches": st.dictionaries(names | st.text(max_size=3), json_values)}
+    ),
+    st.booleans(),
+)
+def test_whatever_comes_is_taken_whole_or_refused_in_words(body: dict[str, Any], newer: bool) -> None:
     try:
-        message = parse_message(body)
+        message = parse_message(body, ignore_unknown=newer)
     except SwitchError:
         return
     assert set(message.switches) == set(NAMES)
-    for setting in message.switches.values():
+    assert set(message.unknown) == set(body["switches"]) - set(NAMES)
+    assert newer or not message.not_in_this_build()
+    for setting in (*message.switches.values(), *message.unknown.values()):
         assert isinstance(setting.enabled, bool)
+
+
+@given(
+    st.dictionaries(names, st.fixed_dictionaries({"enabled": st.booleans()})),
+    st.dictionaries(st.from_regex(r"\Ax[A-Za-z0-9]{0,5}\Z"), st.dictionaries(st.just("p"), json_values)),
+)
+def test_what_is_new_changes_nothing_of_the_rest(known: dict[str, Any], new: dict[str, Any]) -> None:
+    body = {"generation": 1, "switches": known}
+    skewed = {"generation": 1, "switches": {**new, **known}}
+    assert parse_message(skewed, ignore_unknown=True).switches == parse_message(body).switches

@@ -116,6 +116,7 @@ class FakePod:
     messages: list[SwitchMessage] = field(default_factory=list)
     generated: int = 0
     token: str | None = None
+    verified_with: str | None = None
 
     def state(self) -> PodState:
         names = [entry.name for entry in CATALOGUE]
@@ -153,8 +154,9 @@ class FakeRuntime:
             )
         return found.state()
 
-    async def generate_one(self, pod: PodAddress, model: str) -> None:
+    async def generate_one(self, pod: PodAddress, token: str, model: str) -> None:
         found = self.pod(pod.host)
+        found.verified_with = token
         if found.generate_error is not None:
             raise found.generate_error
         found.generated += 1

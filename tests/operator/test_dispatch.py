@@ -8,7 +8,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from tests.operator.fakes import FakeClock, FakeCluster, FakeRuntime, kill_switch_body, service_body
-from tests.operator.test_reconcile import SETTINGS
+from tests.operator.world import SETTINGS
 
 from firsttoken_operator.cluster import ClusterError
 from firsttoken_operator.dispatch import Dispatcher

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.operator.fakes import FakeCluster, FakeRuntime, kill_switch_body, pod_body, service_body
-from tests.operator.test_reconcile import SETTINGS
+from tests.operator.world import SETTINGS
 
 from firsttoken_api.resources import InferenceService
 from firsttoken_api.switches import SwitchMessage, parse_message, resolve

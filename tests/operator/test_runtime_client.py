@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from firsttoken_api.switches import SwitchMessage, resolve
+from firsttoken_api.verification import verification_mark
 from firsttoken_operator import runtime_client
 from firsttoken_operator.runtime_client import HttpRuntimeClient, PodAddress, PodError, PodErrorKind
 
@@ -21,11 +22,13 @@ class Pod:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, str | None, object]] = []
+        self.headers: dict[str, str] = {}
         self.answer: tuple[int, str] = (200, "{}")
         self.in_pieces = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
+        self.headers = dict(request.headers)
         self.asked.append((request.method, request.path, request.headers.get("Authorization"), body))
         status, text = self.answer
         if self.in_pieces:
@@ -79,11 +82,13 @@ async def test_an_endless_answer_is_cut(pod, client, monkeypatch):
         await client.state(pod.address, "secret")
 
 
-async def test_a_verification_is_one_real_token_without_the_token(pod, client):
+async def test_a_verification_is_one_real_token_marked_and_without_the_token(pod, client):
     pod.answer = (200, '{"choices": [{"text": " there"}]}')
-    await client.generate_one(pod.address, "smollm")
+    await client.generate_one(pod.address, "secret", "smollm")
     ((method, path, authorization, body),) = pod.asked
     assert (method, path, authorization) == ("POST", "/v1/completions", None)
+    assert pod.headers["x-firsttoken-verification"] == verification_mark("secret")
+    assert "secret" not in str(pod.headers)
     assert body["max_tokens"] == 1
     assert body["model"] == "smollm"
 
@@ -114,7 +119,7 @@ async def test_a_pod_that_says_no_is_quoted(pod, client, status, text, kind, wor
 async def test_an_answer_without_a_completion_is_no_generation(pod, client, text):
     pod.answer = (200, text)
     with pytest.raises(PodError):
-        await client.generate_one(pod.address, "smollm")
+        await client.generate_one(pod.address, "secret", "smollm")
 
 
 async def test_nobody_there_is_unreachable(client):

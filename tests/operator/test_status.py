@@ -201,6 +201,14 @@ def test_an_inactive_optimization_is_in_the_pods_words():
     assert (found.desired, found.effective, found.reason) == ("on", "inactive", "no CUDA device")
 
 
+def test_a_parameter_that_an_older_pod_ignores_is_shown_although_the_switch_is_on():
+    words = "ignored, not in this build: overlap"
+    state = PodState(3, (SwitchState("chunkedPrefill", "on", words),))
+    status = compute_status(facts(message=message(), confirmations={"smollm-a-uid": Confirmation(state)}))
+    found = line(status, "chunkedPrefill")
+    assert (found.effective, found.reason) == ("on", words)
+
+
 def test_pods_that_differ_are_mixed_and_the_late_one_is_named():
     pods = (pod_body("smollm-a"), pod_body("smollm-b", ip="10.0.0.2"))
     old, new = message(2), message(3, rollback={"chunkedPrefill": True})
@@ -270,6 +278,14 @@ def test_ttft_is_rewritten_only_when_it_changed_materially():
     assert ttft_status([ttft(count=11, p99=950.0)], shown) is shown
     assert ttft_status([ttft(count=11, p99=1200.0)], shown).p99 == "1200ms"
     assert ttft_status([ttft(prefill=500.0)], shown).segments.prefill == "500ms"
+
+
+@pytest.mark.parametrize(
+    ("shown", "now", "news"), [(2, 3, True), (10, 14, False), (10, 15, True), (15, 10, True)]
+)
+def test_many_more_or_fewer_requests_behind_the_same_figures_are_news(shown, now, news):
+    previous = ttft_status([ttft(count=shown)], None)
+    assert ttft_status([ttft(count=now)], previous).count == (now if news else shown)
 
 
 @pytest.mark.parametrize("states", [[], [PodState(3)], [ttft(count=0)], [PodState(3, ttft={"count": "x"})]])

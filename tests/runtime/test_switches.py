@@ -7,8 +7,18 @@ import os
 
 import pytest
 
+from firsttoken_api.optimizations import NAMES
 from firsttoken_api.switches import SwitchError, parse_message
-from firsttoken_runtime.switches import SwitchFile, Verdict, default_message, judge, parse_text, refusal
+from firsttoken_runtime.engine.snapshot import read_snapshot
+from firsttoken_runtime.switches import (
+    SwitchFile,
+    Verdict,
+    answered,
+    default_message,
+    judge,
+    parse_text,
+    refusal,
+)
 
 
 def message(generation, **switches):
@@ -40,6 +50,39 @@ def test_without_a_file_the_catalogue_decides_at_generation_0():
     assert current.generation == 0
     assert current.switches["prefixCache"].enabled
     assert not current.switches["speculativeDecoding"].enabled
+
+
+KILL_OF_A_NEWER_RELEASE = {
+    "generation": 6,
+    "switches": {
+        "turbo": {"enabled": True, "stages": 2},
+        "ramjet": {"enabled": False},
+        "scramjet": {"enabled": False, "cause": "killed"},
+        "prefixCache": {"enabled": False, "cause": "killed", "tiers": [1]},
+        "chunkedPrefill": {"enabled": True, "overlap": True, "lookahead": 2},
+    },
+}
+
+
+def test_what_a_newer_release_sends_is_answered_name_by_name():
+    taken = parse_text(json.dumps(KILL_OF_A_NEWER_RELEASE))
+    snapshot = read_snapshot(taken, 1000, 16, 1024, {})
+    found = {state["name"]: (state["state"], state["reason"]) for state in answered(snapshot.states, taken)}
+    assert found["turbo"] == ("inactive", "not in this build")
+    assert found["ramjet"] == ("off", "")
+    assert found["scramjet"] == ("killed", "taken back by the kill switch")
+    assert found["prefixCache"] == (
+        "killed",
+        "taken back by the kill switch; ignored, not in this build: tiers",
+    )
+    assert found["chunkedPrefill"] == ("on", "ignored, not in this build: lookahead, overlap")
+    assert list(found)[: len(NAMES)] == list(NAMES)
+
+
+def test_the_same_message_of_a_newer_release_is_no_change():
+    first, second = (parse_text(json.dumps(KILL_OF_A_NEWER_RELEASE)) for _ in range(2))
+    assert judge(first, second) is Verdict.SAME
+    assert judge(first, message(6)) is Verdict.CONFLICT
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[1]", '{"generation": 1}'])
@@ -81,7 +124,7 @@ class TestSwitchFile:
     @pytest.mark.parametrize(
         ("content", "words"),
         [
-            (b'{"generation": 2, "switches": {"turbo": {}}}', "unknown switch 'turbo'"),
+            (b'{"generation": 2, "switches": {"turbo": 1}}', "turbo: expected an object"),
             (b"\xff", "not UTF-8"),
             (b" " * 2_000_000, "larger than"),
         ],
@@ -89,6 +132,22 @@ class TestSwitchFile:
     def test_a_bad_content_is_refused_in_words(self, path, content, words):
         path.write_bytes(content)
         assert words in SwitchFile(path).poll().problem
+
+    def test_a_content_of_a_newer_release_is_taken(self, path):
+        path.write_text(json.dumps(KILL_OF_A_NEWER_RELEASE))
+        found = SwitchFile(path).poll()
+        assert found.problem is None
+        assert found.message.switches["prefixCache"].cause == "killed"
+
+    def test_nesting_without_end_in_what_is_new_does_not_end_the_watch(self, path):
+        nested = "[" * 900 + "]" * 900
+        layers = '[{"layer": 1, "precision": "fp8", "new": ' + nested + "}]"
+        text = (
+            f'{{"generation": 2, "switches": {{"kvQuantization": {{"layers": {layers}, "new": {nested}}}}}}}'
+        )
+        path.write_text(text)
+        found = SwitchFile(path).poll()
+        assert found.message.generation == 2
 
     def test_a_missing_file_is_a_problem_until_it_is_there(self, path):
         file = SwitchFile(path)

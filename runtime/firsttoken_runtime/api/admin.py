@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from firsttoken_api.switches import SwitchError, parse_message
+from firsttoken_api.verification import verification_mark
 from firsttoken_runtime.api.base import make_app, read_body
 from firsttoken_runtime.api.errors import ApiError, bad_request, error_response, json_response
 from firsttoken_runtime.api.middleware import Entry
@@ -34,12 +35,20 @@ class TokenFile:
 
     def allows(self, offered: str) -> bool:
         """Whether this is the token, in constant time. A missing or empty file allows nobody."""
+        token = self._read()
+        return bool(token) and hmac.compare_digest(token.encode(), offered.encode())
+
+    def marks(self, offered: str) -> bool:
+        """Whether this is the mark of a verification, made from the token; in constant time."""
+        token = self._read()
+        return bool(token) and hmac.compare_digest(verification_mark(token).encode(), offered.encode())
+
+    def _read(self) -> str:
         try:
-            token = self.path.read_text().strip()
+            return self.path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             log.error("admin token file %s cannot be read: %s", self.path, error)
-            return False
-        return bool(token) and hmac.compare_digest(token.encode(), offered.encode())
+            return ""
 
 
 class BearerAuth:
@@ -94,7 +103,7 @@ class AdminRoutes:
     async def put_switches(self, request: Request) -> Response:
         body = await read_body(request, MOST_BODY_BYTES)
         try:
-            message = parse_message(json.loads(body))
+            message = parse_message(json.loads(body), ignore_unknown=True)
         except SwitchError as error:
             raise bad_request(str(error), code="invalid_switches") from None
         except (ValueError, RecursionError) as error:

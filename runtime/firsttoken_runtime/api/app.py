@@ -13,8 +13,12 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from firsttoken_api import verification
+from firsttoken_runtime import ipc
+from firsttoken_runtime.api.admin import TokenFile
 from firsttoken_runtime.api.base import body_reference, make_app, read_body
 from firsttoken_runtime.api.bodies import ChatShape, CompletionShape
+from firsttoken_runtime.api.engine_client import refused
 from firsttoken_runtime.api.errors import ApiError, bad_request, check_token_ids, json_response
 from firsttoken_runtime.api.generation import Generation
 from firsttoken_runtime.api.middleware import ARRIVAL, Entry
@@ -29,14 +33,16 @@ from firsttoken_runtime.api.schemas import (
 )
 from firsttoken_runtime.api.service import Service, new_id
 from firsttoken_runtime.engine import requests as engine
+from firsttoken_runtime.engine.admission import Limits, check_length
+from firsttoken_runtime.engine.requests import AdmissionError
 from firsttoken_runtime.model.errors import ChatTemplateError, ModelError
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def build_app(service: Service) -> ASGIApp:
-    """The application for `--port`."""
-    routes = Routes(service)
+def build_app(service: Service, token: TokenFile) -> ASGIApp:
+    """The application for `--port`. token: of the admin port; it says which requests are verifications."""
+    routes = Routes(service, token)
     app = make_app("firsttoken", service.version)
     app.bodies = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
     for path, handler, schema in (
@@ -62,8 +68,9 @@ def build_app(service: Service) -> ASGIApp:
 class Routes:
     """One method per route."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, token: TokenFile) -> None:
         self._service = service
+        self._token = token
 
     async def chat(self, request: Request) -> Response:
         service = self._service
@@ -185,6 +192,7 @@ class Routes:
         service = self._service
         tokenizer, ready = service.loaded()
         id = new_id(prefix)
+        self._must_fit(id, len(prompt), ready)
         generation = Generation(
             service.engine,
             engine.Request(
@@ -199,6 +207,7 @@ class Routes:
             body.stop or (),
             service.metrics,
             service.window,
+            recorded=not self._is_verification(request),
         )
         shape = shape_type(
             id=id,
@@ -215,6 +224,22 @@ class Routes:
             include_usage=body.include_usage,
             on_error=self._count_error,
         )
+
+    def _must_fit(self, id: str, length: int, ready: ipc.Ready) -> None:
+        """Raises ApiError 400 for a prompt that the engine would refuse for its length.
+
+        Asked here as well: millions of tokens on their way to the engine would hold up everyone's next step.
+        """
+        try:
+            check_length(length, Limits(ready.max_model_len, ready.total_pages, ready.page_tokens))
+        except AdmissionError as error:
+            too_long = refused(ipc.Refused(id, error.code, str(error), error.status))
+            self._count_error(too_long)
+            raise too_long from None
+
+    def _is_verification(self, request: Request) -> bool:
+        mark = request.headers.get(verification.HEADER)
+        return mark is not None and self._token.marks(mark)
 
 
 def sampling_params(

@@ -51,6 +51,7 @@ class Generation:
     """Runs one request in the engine and turns its tokens into pieces of text.
 
     `pieces` is read once, by one reader; when the reader stops early the engine stops too.
+    recorded: False leaves it out of the metrics and of the TTFT window, because it is nobody's traffic.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Generation:
         metrics: Metrics,
         window: TtftWindow,
         clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        recorded: bool = True,
     ) -> None:
         self.request = request
         self._engine = engine
@@ -69,6 +72,7 @@ class Generation:
         self._stop = StopStrings(stop)
         self._metrics = metrics
         self._window = window
+        self._recorded = recorded
         self.clock = clock
         self._completion_tokens = 0
         self._first: ipc.Token | None = None
@@ -128,12 +132,13 @@ class Generation:
         return shown, token.finish
 
     def _count(self, token: ipc.Token) -> None:
-        now = self.clock()
+        now, gap_seconds = self.clock(), None
         if self._first is None:
             self._first, self._first_token_ns = token, now
-            self._metrics.token(None)
         else:
-            self._metrics.token((now - self._last_token_ns) / 1e9)
+            gap_seconds = (now - self._last_token_ns) / 1e9
+        if self._recorded:
+            self._metrics.token(gap_seconds)
         self._last_token_ns = now
         self._completion_tokens += 1
 
@@ -148,9 +153,10 @@ class Generation:
     def first_written(self, handed_over_ns: int, written_ns: int) -> Segments:
         """Close the TTFT account: the first token was handed over and written at these moments."""
         self._segments = self.handed_over(handed_over_ns, written_ns)
-        prompt_tokens = len(self.request.prompt)
-        self._window.add(written_ns, self._segments, prompt_tokens)
-        self._metrics.first_token(self._segments, prompt_tokens)
+        if self._recorded:
+            prompt_tokens = len(self.request.prompt)
+            self._window.add(written_ns, self._segments, prompt_tokens)
+            self._metrics.first_token(self._segments, prompt_tokens)
         return self._segments
 
     def timings(self) -> dict[str, float | int]:
@@ -169,6 +175,8 @@ class Generation:
         }
 
     def _finished(self, finish: str) -> None:
+        if not self._recorded:
+            return
         assert self._first is not None
         self._metrics.finished(
             finish,

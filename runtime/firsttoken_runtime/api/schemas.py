@@ -183,8 +183,8 @@ class Message(BaseModel):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                named = f" {kind}" if isinstance(kind, str) else ""
-                raise ValueError(f"this model takes text parts only, and there is a{named[:30]} part")
+                named = f"{kind[:30]} parts" if isinstance(kind, str) else "parts without a type"
+                raise ValueError(f"this model takes text parts only, no {named}")
             if not isinstance(part.get("text"), str):
                 raise ValueError('a text part must look like {"type": "text", "text": "..."}')
         return "".join(part["text"] for part in content)

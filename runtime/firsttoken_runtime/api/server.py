@@ -110,7 +110,8 @@ class Server:
         await engine.connect(self._engine_socket, plan.start())
         self._listen_to_signals()
         urls = [_url(sock) for sock in self._sockets]
-        apps = (build_app(service), build_admin_app(service, TokenFile(plan.admin_token_file)))
+        token = TokenFile(plan.admin_token_file)
+        apps = (build_app(service, token), build_admin_app(service, token))
         servers = [HttpServer(app) for app in apps]
         serving = [
             asyncio.create_task(server.serve(sockets=[sock]))
@@ -188,7 +189,7 @@ class Server:
             log.info("draining: %d running, for at most %g s", service.running, timeout_seconds)
         await self._until_idle(timeout_seconds)
         if service.running:
-            log.warning("draining: %d requests did not finish in time", service.running)
+            log.warning("draining: %d did not finish in time", service.running)
             error = ApiError(
                 503, "the server shut down before this was finished", code="draining", close=True
             )

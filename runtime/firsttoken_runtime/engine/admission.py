@@ -38,11 +38,18 @@ def check(request: Request, limits: Limits) -> int:
                     f"{name} has token {wrong}; this model has tokens 0 to {limits.vocab_size - 1}",
                     400,
                 )
+    check_length(length, limits)
+    return min(request.sampling.max_tokens, limits.max_model_len - length, limits.pool_tokens + 1 - length)
+
+
+def check_length(length: int, limits: Limits) -> None:
+    """Raises AdmissionError (status 400, with the numbers) for a prompt of so many tokens that never fits."""
     if length + 1 > limits.max_model_len:
+        excess = length + 1 - limits.max_model_len
         raise AdmissionError(
             "prompt_too_long",
             f"the prompt has {length} tokens, and with one token to generate {length + 1}; this server takes "
-            f"{limits.max_model_len} in all; shorten it by {length + 1 - limits.max_model_len} tokens",
+            f"{limits.max_model_len} in all; shorten it by {excess} token{'s' if excess > 1 else ''}",
             400,
         )
     if length > limits.pool_tokens:
@@ -54,4 +61,3 @@ def check(request: Request, limits: Limits) -> int:
             "KV memory",
             400,
         )
-    return min(request.sampling.max_tokens, limits.max_model_len - length, limits.pool_tokens + 1 - length)

@@ -26,6 +26,7 @@ from firsttoken_api.quantity import QuantityError, parse_bytes
 from firsttoken_api.switches import SwitchMessage, parse_message
 from firsttoken_runtime import ipc, memory
 from firsttoken_runtime.engine.requests import AdmissionError, Request, TokenEvent
+from firsttoken_runtime.switches import answered
 
 if TYPE_CHECKING:
     from firsttoken_runtime.model.config import ModelConfig
@@ -84,7 +85,7 @@ class EngineLoop:
         """Generation, switches and pages as in the state JSON."""
         return {
             "generation": self._message.generation,
-            "switches": self._engine.switch_states(),
+            "switches": answered(self._engine.switch_states(), self._message),
             "pages": self._engine.pages(),
         }
 
@@ -123,10 +124,11 @@ class EngineLoop:
             case ipc.Abort(request_id):
                 self._engine.abort(request_id)
             case ipc.SetSwitches(id, body):
-                message = parse_message(body)
+                message = parse_message(body, ignore_unknown=True)
                 taken = self._engine.set_switches(message)
                 if taken:
                     self._message = message
+                    log_unknown(message)
                 self._channel.send(ipc.Reply(id, {"taken": taken, **self.state()}))
             case ipc.GetState(id):
                 self._channel.send(ipc.Reply(id, {**self.state(), "stats": self._engine.stats()}))
@@ -144,6 +146,12 @@ class EngineLoop:
         except AdmissionError as error:
             refused = ipc.Refused(request.id, error.code, str(error), error.status, error.retry_after_seconds)
             self._channel.send(refused)
+
+
+def log_unknown(message: SwitchMessage) -> None:
+    """Say once per message what a newer sender asked for and nobody here knows."""
+    if names := message.not_in_this_build():
+        _log.warning("switches: generation %d: not in this build: %s", message.generation, ", ".join(names))
 
 
 def _token(event: TokenEvent) -> ipc.Token:
@@ -203,12 +211,14 @@ def load(start: ipc.Start, message: SwitchMessage, phase: Callable[[str], None])
     given = None if start.kv_memory == "auto" else parse_bytes(start.kv_memory)
     if given is not None:
         memory.pool(given, start.page_tokens, token_bytes)
+        _must_be_there(device.type, given)
     model = load_model(start.model, device, dtype)
     dtype_name = str(dtype).removeprefix("torch.")
     phase(f"weights: {config.architecture}, {config.layers} layers, {dtype_name} on {device}")
 
     kv_bytes = given or _auto_kv_bytes(device.type, token_bytes, max_model_len)
     pool = memory.pool(kv_bytes, start.page_tokens, token_bytes)
+    _must_be_there(device.type, pool.bytes)
     runner = ModelRunner(model, pool.pages, pool.page_tokens)
     fused = message.switches["fusedKernels"]
     if fused.enabled and fused.parameters["required"]:
@@ -243,6 +253,12 @@ def _max_model_len(asked: int | None, config: ModelConfig) -> int:
             f"give {config.max_length} or less"
         )
     return asked or config.max_length
+
+
+def _must_be_there(device_type: str, kv_bytes: int) -> None:
+    """Raises PoolError. On CUDA the allocator itself refuses what is not there."""
+    if device_type == "cpu":
+        memory.must_be_there(kv_bytes, memory.available_bytes())
 
 
 def _auto_kv_bytes(device_type: str, token_bytes: int, max_model_len: int) -> int:
@@ -300,7 +316,8 @@ def _serve(channel: ipc.Channel, started_ns: int | None) -> int:
 
     try:
         start = _first_command(channel)
-        message = parse_message(start.switches)
+        message = parse_message(start.switches, ignore_unknown=True)
+        log_unknown(message)
         mark = started_ns / 1e9 if started_ns is not None else time.monotonic()
 
         def phase(text: str) -> None:

@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token is None when the logits had no number to choose by (NaN or all -inf)."""
+    """token is None when the logits had no number to choose by (NaN, +inf or all -inf)."""
 
     token: int | None
     logprob: float | None = None
@@ -119,7 +119,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
             if counts is not None:
                 counts.apply(logits[i])
     chosen, best = _greedy(logits)
-    usable = [not (math.isnan(value) or value == -math.inf) for value in best]
+    usable = [math.isfinite(value) for value in best]
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and usable[i]]
     plain = [i for i in drawn if not _truncated(rows[i].params)]
     cut = [i for i in drawn if _truncated(rows[i].params)]
@@ -161,18 +161,24 @@ def _draw_plain(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """top-k, top-p, min-p: the same on the tokens that are left, in falling order of probability."""
+    """top-k, top-p, min-p: the same on the tokens that are left, in falling order of probability.
+
+    Equal weights, which 16 bit logits have many of, are in order of token ids: which of them topk returns,
+    and in which order, depends on its width and so on the other rows.
+    """
     weights = _weights(logits, rows)
     everything = weights.double().sum(-1).tolist()
     chosen: dict[int, int] = {}
     undecided = list(range(len(rows)))
     for width in _TRUNCATION_WIDTHS:  # most cuts lie high up; widen for the rows where they do not
         largest = max(rows[i].params.top_k for i in undecided)
-        width = min(max(width, largest), weights.shape[-1])
-        values, tokens = weights[undecided].topk(width, dim=-1)
+        width = min(max(width, largest + 1), weights.shape[-1])
+        values, tokens = _falling(weights[undecided], width)
         for place, i in enumerate(undecided):
-            complete = width == weights.shape[-1]
-            sums = _kept(values[place], everything[i], rows[i].params, complete)
+            row, least = values[place], float(values[place, -1])
+            # Beyond the width there is more of the least weight, unless that is zero and never drawn.
+            complete = width == weights.shape[-1] or least == 0.0
+            sums = _kept(row if complete else row[row > least], everything[i], rows[i].params, complete)
             if sums is not None:
                 chosen[i] = int(tokens[place, _invert(sums.unsqueeze(0), [rows[i]])[0]])
         undecided = [i for i in undecided if i not in chosen]
@@ -181,26 +187,36 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     return [chosen[i] for i in range(len(rows))]
 
 
+def _falling(weights: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest weights of each row and their tokens, [rows, width], equal ones by token id."""
+    values, tokens = weights.topk(width, dim=-1)
+    tokens, order = tokens.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
+
+
 def _kept(
     weights: torch.Tensor, everything: float, params: SamplingParams, complete: bool
 ) -> torch.Tensor | None:
     """Running sum (float64) of the falling weights that survive the cuts; None when more are needed."""
+    if not complete and len(weights) < max(params.top_k, 1):
+        return None
     within_k = weights[: params.top_k] if params.top_k > 0 else weights
     sums = within_k.double().cumsum(-1)
-    cut_by_k = 0 < params.top_k <= len(weights)
-    mass = float(sums[-1]) if cut_by_k else everything
+    settled = complete or params.top_k > 0
+    mass = float(sums[-1]) if params.top_k > 0 else everything
     count = len(within_k)
     if params.top_p < 1.0:
         # A token stays while those before it have not reached top_p.
         count = int(torch.searchsorted(sums, params.top_p * mass)) + 1
-        if count > len(within_k) and not (complete or cut_by_k):
+        if count > len(within_k) and not settled:
             return None
     if params.min_p > 0.0:
         above = int((within_k >= params.min_p * within_k[0]).sum())
-        if above == len(within_k) and count >= above and not (complete or cut_by_k):
+        if above == len(within_k) and count >= above and not settled:
             return None
         count = min(count, above)
-    elif params.top_p >= 1.0 and not (complete or cut_by_k):
+    elif params.top_p >= 1.0 and not settled:
         return None
     return sums[: max(min(count, len(within_k)), 1)]
 

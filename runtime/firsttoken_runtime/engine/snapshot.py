@@ -124,7 +124,9 @@ def read_snapshot(
     settings = message.switches
     continuous = settings["continuousBatching"].enabled
     states = tuple(
-        _state(entry.name, settings[entry.name], _hindrance(entry.name, settings, page_bytes, capabilities))
+        switch_state(
+            entry.name, settings[entry.name], _hindrance(entry.name, settings, page_bytes, capabilities)
+        )
         for entry in CATALOGUE
     )
     on = {state["name"] for state in states if state["state"] == State.ON}
@@ -152,7 +154,8 @@ def read_snapshot(
     )
 
 
-def _state(name: str, setting: Setting, hindrance: str | None) -> dict[str, Any]:
+def switch_state(name: str, setting: Setting, hindrance: str | None) -> dict[str, Any]:
+    """What is answered for one switch. hindrance: why it cannot be on, or None."""
     reason = ""
     if setting.cause is not None:
         state = State(setting.cause.value)

@@ -240,7 +240,8 @@ async def server(token_file: Path) -> AsyncIterator[Running]:
     service.on_ready(await client.ready)
     sockets = [bind("127.0.0.1", 0) for _ in range(2)]
     urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
-    apps = [build_app(service), build_admin_app(service, TokenFile(token_file))]
+    token = TokenFile(token_file)
+    apps = [build_app(service, token), build_admin_app(service, token)]
     servers = [HttpServer(app) for app in apps]
     tasks = [
         asyncio.create_task(server.serve(sockets=[sock]))

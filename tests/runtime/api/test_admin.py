@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 CHUNKED_OFF = {"generation": 3, "switches": {"chunkedPrefill": {"enabled": False}}}
@@ -84,7 +86,9 @@ async def test_the_same_again_is_fine_an_older_or_contradicting_one_is_409(serve
         (b"{", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b"\xff", "not valid JSON"),
-        (b'{"generation": 1, "switches": {"turbo": {"enabled": true}}}', "unknown switch 'turbo'"),
+        (b'{"generation": 1, "switches": {"turbo": {"enabled": "yes"}}}', "turbo: enabled"),
+        (b'{"generation": 1, "switches": {"turbo": {}, "chunkedPrefill": 1}}', "chunkedPrefill: expected"),
+        (b'{"generation": 1, "switches": {"turbo": {}}, "force": true}', "unknown field 'force'"),
         (b'{"generation": 1, "switches": {"chunkedPrefill": {"chunkSize": 1}}}', "chunkSize"),
         (b'{"generation": -1, "switches": {}}', "generation"),
         (b'{"generation": 1000000000000000000000, "switches": {}}', "generation must be"),
@@ -95,6 +99,27 @@ async def test_bad_switches_are_refused_in_words(server, content, words):
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert server.engine.message.generation == 0
+
+
+async def test_a_kill_of_a_newer_operator_is_in_force_and_what_is_new_in_it_is_named(server, caplog):
+    switches = {
+        "turbo": {"enabled": True, "stages": 10**30},
+        "chunkedPrefill": {"enabled": True, "overlap": "\ud800"},
+        "prefixCache": {"enabled": True, "cause": "killed"},
+    }
+    content = json.dumps({"generation": 1, "switches": switches})
+    response = await server.admin.put("/admin/v1/switches", content=content)
+    assert response.status_code == 200
+    assert not server.engine.message.switches["prefixCache"].enabled
+    found = {item["name"]: item for item in response.json()["switches"]}
+    assert (found["turbo"]["state"], found["turbo"]["reason"]) == ("inactive", "not in this build")
+    assert found["chunkedPrefill"]["reason"] == "ignored, not in this build: overlap"
+    assert (await server.admin.get("/admin/v1/state")).json()["switches"] == response.json()["switches"]
+    assert "generation 1: not in this build: turbo, chunkedPrefill.overlap" in caplog.text
+    metrics = (await server.http.get("/metrics")).text
+    assert 'firsttoken_switch_state{model_name="echo",name="turbo",state="inactive"} 1.0' in metrics
+    again = await server.admin.put("/admin/v1/switches", content=content)
+    assert again.status_code == 200, "the same is no change"
 
 
 async def test_requests_integrity_flush_and_profile(server, until):

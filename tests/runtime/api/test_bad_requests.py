@@ -103,7 +103,7 @@ async def test_a_wrong_field_is_named(server, change, param, words):
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content",
-            "image_url part",
+            "text parts only, no image_url parts",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "begin with a tool"),
         ({"tools": [{"type": "function"}]}, "tools", "not in this build"),
@@ -141,6 +141,26 @@ async def test_an_unknown_model_is_404_with_the_served_name(server):
     assert caught.value.code == "model_not_found"
     assert "'echo'" in caught.value.message
     assert (await server.http.get("/v1/models/gpt-9")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 1200}),
+        ("/v1/completions", {"prompt": [120] * 1200}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 1182}]}),
+    ],
+)
+async def test_a_prompt_that_is_too_long_does_not_go_to_the_engine(server, path, body):
+    server.engine.refusal = AdmissionError("asked", "the engine was asked", 400)
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["message"] == (
+        "the prompt has 1200 tokens, and with one token to generate 1201; this server takes 1000 in all; "
+        "shorten it by 201 tokens"
+    )
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
 async def test_a_huge_body_is_413_whether_announced_or_not(server):

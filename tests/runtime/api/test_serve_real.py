@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 SEGMENTS = ("queue_ms", "prefill_ms", "decode_ms", "transport_ms")
 START_SECONDS = 120
@@ -271,6 +272,57 @@ def test_a_request_shows_in_the_metrics(server):
     eventually(lambda: read()[2] == hits + 32, 3)  # the engine's own counters come with its heartbeat
 
 
+@pytest.fixture(scope="module")
+def folder(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama with SmolLM2's tokenizer, as transformers saves one: weights in several files."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("folder") / "tiny-llama"
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path, max_shard_size="5MB")
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    return path
+
+
+@torch.inference_mode()
+def test_a_hugging_face_folder_answers_as_transformers_does(folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(CHAT["messages"], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    with serving(folder, tmp_path) as server:
+        client = server.openai()
+        whole = client.chat.completions.create(**CHAT, temperature=0, max_tokens=12)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**CHAT, **options, temperature=0, max_tokens=12))
+        ids = prompt.input_ids[0].tolist()
+        raw = client.completions.create(model="smol", prompt=ids, temperature=0, max_tokens=12)
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert len(expected) > 12
+    assert whole.choices[0].message.content == expected
+    assert raw.choices[0].text == expected
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    timings = chunks[-1].timings
+    assert round(sum(timings[name] for name in SEGMENTS) * 1e6) == round(timings["ttft_ms"] * 1e6)
+    assert chunks[-1].usage.prompt_tokens == len(ids)
+
+
 def test_sigterm_lets_running_streams_finish_then_exits_with_0(gguf, tmp_path):
     with serving(gguf, tmp_path) as server:
         body = {**CHAT, "stream": True, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -320,6 +372,7 @@ def test_kill_9_of_the_server_leaves_no_engine(gguf, tmp_path):
         (["--model", "{broken}"], "broken.gguf"),
         (["--model", "{gguf}", "--max-model-len", "100000"], "more than the 8192 tokens"),
         (["--model", "{gguf}", "--kv-memory", "1Mi"], "--kv-memory"),
+        (["--model", "{gguf}", "--kv-memory", "1000Ti"], "out of memory: 1024000.0 GiB are asked"),
         (["--model", "{gguf}", "--switches", "{broken}"], "--switches"),
         (["--model", "{gguf}", "--admin-token-file", "{empty}"], "the file is empty"),
         (["--model", "{gguf}", "--port", "{taken}"], "address already in use"),

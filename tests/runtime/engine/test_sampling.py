@@ -99,6 +99,28 @@ def test_a_draw_does_not_depend_on_who_else_is_in_the_batch() -> None:
     assert together == alone == reordered
 
 
+def test_equal_logits_are_told_apart_by_token_id_whoever_else_is_in_the_batch() -> None:
+    """16 bit logits are full of ties; a neighbour with a large top_k widens the sort for all."""
+    logits = (2 * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0))).round().div(2)
+    neighbour = Row(SamplingParams(max_tokens=1, top_k=3000), 1, 1)
+    for position in range(8):
+        row = Row(SamplingParams(max_tokens=1, top_p=0.05), 1, position)
+        [alone], [beside, _] = sample(logits, [row]), sample(logits.repeat(2, 1), [row, neighbour])
+        assert alone == beside
+
+
+def test_top_k_among_equals_keeps_the_lowest_ids() -> None:
+    found = frequencies([0.0] * 5000, draws=60, top_k=3)
+    assert set(found) == {0, 1, 2}
+
+
+def test_top_p_of_what_top_k_left_when_equals_go_on_beyond_the_first_sort() -> None:
+    """One likely token and thousands of equals: top-k of 300 holds it and 299 of them."""
+    logits = [math.log(300.0)] + [0.0] * 5999
+    # The first token has 300 of 599 of what top-k leaves, more than half; of everything only 5 %.
+    assert frequencies(logits, draws=60, top_k=300, top_p=0.5) == {0: 1.0}
+
+
 def test_uniform_numbers_depend_on_seed_and_position_and_are_spread() -> None:
     numbers = [uniform(seed, position) for seed in range(40) for position in range(50)]
     assert len(set(numbers)) == len(numbers)
@@ -112,7 +134,7 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
     assert frequencies([-math.inf, 0.0, -math.inf], draws=500) == {1: 1.0}
 
 
-@pytest.mark.parametrize("logits", [[math.nan, 1.0], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("logits", [[math.nan, 1.0], [-math.inf, -math.inf], [1.0, math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_unusable_logits_give_no_token_and_spoil_no_other_row(logits, temperature: float) -> None:
     settings = SamplingParams(max_tokens=1, temperature=temperature)
