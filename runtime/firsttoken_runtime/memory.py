@@ -63,6 +63,18 @@ def pool(kv_bytes: int, page_tokens: int, bytes_per_token: int) -> Pool:
     return Pool(pages, page_tokens, bytes_per_token)
 
 
+def must_be_there(kv_bytes: int, available: int) -> None:
+    """Raises PoolError when a pool of this size is more than the memory that is left.
+
+    Linux hands out memory that it has not got and ends some process, not always this one, when it is used.
+    """
+    if kv_bytes > available:
+        raise PoolError(
+            f"out of memory: {size(kv_bytes)} are asked for the KV pool, and {size(available)} are left for "
+            "this process; give less with --kv-memory, or the process more memory"
+        )
+
+
 def size(count: int) -> str:
     """Bytes for people: `1.2 GiB`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

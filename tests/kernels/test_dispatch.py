@@ -51,6 +51,15 @@ def test_obstacles(device, dtype, head_dim, operator, expected):
     assert obstacle_of(operator, device, dtype, head_dim) is expected
 
 
+def test_sliding_windows_decode_unfused_and_that_is_said():
+    """The kernel looks at whole contexts; `fusedKernels.required` must not pass over it."""
+    kernels = Kernels(CUDA, torch.bfloat16, 64, windowed=True)
+    assert kernels.obstacle(Operator.PAGED_DECODE) is Obstacle.WINDOW
+    assert kernels.obstacle(Operator.ROTATE_AND_WRITE) is None
+    with pytest.raises(FusedKernelsUnavailable, match=r"no kernel for sliding windows \(pagedDecode\)"):
+        kernels.require_fused()
+
+
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     assert obstacle_of(Operator.RMS_NORM, CUDA, torch.float16, 64) is Obstacle.NO_TRITON

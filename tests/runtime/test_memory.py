@@ -20,6 +20,13 @@ def test_a_pool_without_room_for_two_pages_is_refused_with_the_numbers():
         memory.pool(1 << 20, page_tokens=16, bytes_per_token=46_080)
 
 
+def test_a_pool_larger_than_the_memory_that_is_left_is_refused_with_the_numbers():
+    memory.must_be_there(2 * GIB, 2 * GIB)
+    words = r"out of memory: 1024.0 GiB are asked .* 16.5 GiB are left .*--kv-memory"
+    with pytest.raises(memory.PoolError, match=words):
+        memory.must_be_there(1024 * GIB, int(16.5 * GIB))
+
+
 def test_auto_on_cpu_is_a_part_of_what_is_left_and_no_more_than_a_few_long_sequences_need():
     assert memory.cpu_pool_bytes(10 * GIB, 46_080, 1_000_000) == 3 * GIB
     assert memory.cpu_pool_bytes(100 * GIB, 46_080, 8192) == 4 * 8192 * 46_080

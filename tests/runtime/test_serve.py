@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import stat
@@ -58,10 +59,20 @@ def test_a_file_uri_with_two_slashes_is_refused_before_its_first_folder_is_taken
 
 
 def test_a_switches_file_that_cannot_be_read_is_no_start_with_defaults(tmp_path, token):
-    (tmp_path / "switches.json").write_text('{"generation": 3, "switches": {"prefixCashe": {}}}')
+    (tmp_path / "switches.json").write_text(
+        '{"generation": 3, "switches": {"prefixCache": {"enabled": "no"}}}'
+    )
     options = ServeOptions(str(tmp_path), switches=tmp_path / "switches.json")
-    with pytest.raises(ServeError, match="unknown switch 'prefixCashe'"):
+    with pytest.raises(ServeError, match="prefixCache: enabled: Input should be a valid boolean"):
         make_plan(options, token)
+
+
+def test_a_pod_of_an_older_release_that_starts_again_takes_what_it_knows_of_its_mounted_file(tmp_path, token):
+    switches = {"turbo": {"enabled": True}, "prefixCache": {"enabled": False, "cause": "killed"}}
+    (tmp_path / "switches.json").write_text(json.dumps({"generation": 3, "switches": switches}))
+    plan = make_plan(ServeOptions(str(tmp_path), switches=tmp_path / "switches.json"), token)
+    assert plan.message.switches["prefixCache"].cause == "killed"
+    assert plan.start().switches["switches"]["turbo"] == {"enabled": True}, "the engine answers for it"
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded():

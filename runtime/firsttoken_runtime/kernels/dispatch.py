@@ -33,6 +33,7 @@ class Obstacle(StrEnum):
     NO_TRITON = "Triton is not installed"
     DTYPE = "no kernel for this dtype"
     HEAD_SIZE = "no kernel for this head size"
+    WINDOW = "no kernel for sliding windows"
     SWITCHED_OFF = "switched off"
     ROLLED_BACK = "rolled back"
     KILLED = "killed"
@@ -68,9 +69,12 @@ class FusedKernelsUnavailable(Exception):
 
 
 def obstacle_of(
-    operator: Operator, device: torch.device, dtype: torch.dtype, head_dim: int
+    operator: Operator, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool = False
 ) -> Obstacle | None:
-    """What keeps an operator's fused kernel from running on this machine and model, None if nothing does."""
+    """What keeps an operator's fused kernel from running on this machine and model, None if nothing does.
+
+    windowed: whether a layer of the model has a sliding window.
+    """
     if device.type != "cuda":
         return Obstacle.NO_CUDA
     if importlib.util.find_spec("triton") is None:
@@ -80,14 +84,18 @@ def obstacle_of(
     by_head = (Operator.ROTATE_AND_WRITE, Operator.PAGED_DECODE)
     if operator in by_head and head_dim not in FUSED_HEAD_SIZES:
         return Obstacle.HEAD_SIZE
+    if operator is Operator.PAGED_DECODE and windowed:
+        return Obstacle.WINDOW
     return None
 
 
 class Kernels:
     """The operators of one model on one device. Not thread-safe: owned by the engine's step loop."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-        self._possible = {op: obstacle_of(op, device, dtype, head_dim) for op in Operator}
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool = False
+    ) -> None:
+        self._possible = {op: obstacle_of(op, device, dtype, head_dim, windowed) for op in Operator}
         self._taken_back: Obstacle | None = None
         self._launches = {(op, fused): 0 for op in Operator for fused in (False, True)}
         self._fused_module: ModuleType | None = None

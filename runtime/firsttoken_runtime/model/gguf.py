@@ -84,7 +84,8 @@ class GgufFile:
 
 def open_gguf(path: str | Path) -> GgufFile:
     """Map a GGUF file and read its header. Raises ModelError: missing, no GGUF, truncated, version."""
-    file = Path(path).resolve()
+    # Not resolved: in a Hugging Face cache the link has the name, its target is a hash.
+    file = Path(path).absolute()
     try:
         status = file.stat()
     except OSError as error:
@@ -122,6 +123,8 @@ class _Cursor:
 
     def read_file(self) -> GgufFile:
         version = self._scalar(4)
+        if version in (2 << 24, 3 << 24):
+            raise ModelError(f"{self.file}: a big-endian GGUF file; use the little-endian one")
         if version not in (2, 3):
             raise ModelError(f"{self.file}: GGUF version {version} is not supported; use version 2 or 3")
         tensor_count, entry_count = self._count(), self._count()
@@ -130,7 +133,9 @@ class _Cursor:
             name = self._string()
             metadata[name] = self._value(self._scalar(4))
         listed = [self._tensor() for _ in range(tensor_count)]
-        alignment = int(metadata.get("general.alignment", 32)) or 32
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ModelError(f"{self.file}: damaged: general.alignment is {alignment!r}")
         start = -(-self.at // alignment) * alignment
         tensors = {
             name: TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in listed

@@ -71,7 +71,7 @@ _SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _split(_QWEN2),
     "tekken": _split(_TEKKEN),
 }
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_IGNORE_MERGES = _BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought to Unicode form NFC first
 
 
@@ -139,7 +139,7 @@ def _adds_bos(file: GgufFile, kind: str) -> bool:
     if said is not None:
         return bool(said)
     # What files from before that flag mean, by kind.
-    return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _BEGIN_WITH_BOS
 
 
 def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from firsttoken_runtime.kernels.dispatch import Kernels
-from firsttoken_runtime.model.config import ModelConfig, find_model, read_config
+from firsttoken_runtime.model.config import ModelConfig, read_config
 from firsttoken_runtime.model.decoder import Decoder, Layer
 from firsttoken_runtime.model.errors import ModelError
+from firsttoken_runtime.model.files import find_model
 from firsttoken_runtime.model.linear import Linear
 from firsttoken_runtime.model.rope import inverse_frequencies, pair_rows
 from firsttoken_runtime.model.weights import WeightSource, open_weights
@@ -24,7 +25,12 @@ def resolve_device(name: str) -> torch.device:
     """`auto` takes CUDA where it is. Raises ModelError when CUDA is asked for and there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "device cuda was asked for, but PyTorch finds no CUDA device; use --device cpu or auto"
@@ -69,7 +75,7 @@ class _Loader:
     def load(self) -> Decoder:
         config = self.config
         hidden, vocab = config.hidden_size, config.vocab_size
-        kernels = Kernels(self.device, self.dtype, config.head_dim)
+        kernels = Kernels(self.device, self.dtype, config.head_dim, config.sliding_window is not None)
         embedding = self._tensor("embed_tokens.weight", (vocab, hidden)).to(self.device)
         norm = self._tensor("norm.weight", (hidden,)).to(self.device)
         if config.tie_embeddings:

@@ -7,6 +7,7 @@ of start-up and a great deal of memory.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from firsttoken_runtime.model.chat_template import ChatTemplate
-from firsttoken_runtime.model.config import ModelConfig, find_model, read_config, read_json
+from firsttoken_runtime.model.config import ModelConfig
 from firsttoken_runtime.model.errors import ChatTemplateError, ModelError
+from firsttoken_runtime.model.files import find_model, read_json, read_text
 from firsttoken_runtime.model.gguf import open_gguf
 from firsttoken_runtime.model.gguf_tokenizer import build_tokenizer, special_tokens
 
@@ -26,11 +28,11 @@ __all__ = [
     "Detokenizer",
     "Tokenizer",
     "check_vocabulary",
-    "eos_token_ids",
     "load_tokenizer",
 ]
 
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, that one character can take
 
@@ -61,7 +63,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises UnicodeEncodeError (a ValueError) on half a surrogate pair."""
         text.encode("utf-8")
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch of one: the library holds the interpreter lock for a text alone, and not for a batch.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that form no character become U+FFFD."""
@@ -79,9 +83,12 @@ class Tokenizer:
         if piece is None:
             return b""
         if self.is_byte_level:
-            return bytes(_BYTE_OF.get(character, 0x3F) for character in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
+            spelled = [_BYTE_OF.get(character) for character in piece]
+            # A token with a character outside the alphabet stands for its own text.
+            known = [byte for byte in spelled if byte is not None]
+            return bytes(known) if len(known) == len(spelled) else piece.encode()
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte[1])
         return piece.replace("▁", " ").encode()
 
     @cached_property
@@ -178,11 +185,6 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
     return Tokenizer(backend, special, chat_template or template, str(path))
 
 
-def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Ids that end an answer. Raises ModelError."""
-    return read_config(path).eos_token_ids
-
-
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raises ModelError when the tokenizer makes ids that the embedding has no row for.
 
@@ -224,11 +226,13 @@ def _token_content(value: Any) -> str | None:
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template must be text")
     return template
 
 

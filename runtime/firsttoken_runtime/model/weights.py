@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from firsttoken_runtime.model.config import read_json
 from firsttoken_runtime.model.errors import ModelError
+from firsttoken_runtime.model.files import read_json
 from firsttoken_runtime.model.gguf import GgufFile, open_gguf
 
 
@@ -51,6 +51,10 @@ class FolderWeights:
             try:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
             except FileNotFoundError:
+                if file.is_symlink():
+                    raise ModelError(
+                        f"{file}: a link to a file that is not there; download it again"
+                    ) from None
                 raise ModelError(f"{file}: not found, but model.safetensors.index.json lists it") from None
             except (SafetensorError, OSError) as error:
                 raise ModelError(
@@ -71,7 +75,9 @@ class FolderWeights:
             raise ModelError(
                 f"{self.where}: tensor {name} holds {tensor.dtype}; only float weights are supported"
             )
-        return tensor.to(dtype)
+        # A copy even in the same dtype: what safetensors hands out is the file, mapped into memory. Its pages
+        # would be read by the first prompt instead of now, and a file changed in place would change answers.
+        return tensor.to(dtype, copy=True)
 
 
 def _weight_files(folder: Path) -> list[Path]:

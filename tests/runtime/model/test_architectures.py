@@ -142,6 +142,67 @@ def test_weights_of_16_bits_are_computed_in_32(tmp_path: Path, driver_on, refere
     assert driver.finish(driver.sequence(prompt, COUNT), COUNT).tokens == reference.tokens
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "llama rope yarn", "qwen3", "mistral window"])
+def test_16_bit_arithmetic_on_cpu_stays_close(case, dtype, tmp_path, driver_on, prompt):
+    """Whole, in chunks, and beside another sequence: every path that makes masks and rotations."""
+    name, options = CASES[case]
+    random_model(name, options).save_pretrained(tmp_path)
+    exact = driver_on(load_model(tmp_path, "cpu", torch.float32), total_pages=16)
+    exact_logits = exact.finish(exact.sequence(prompt, 1), 1).logits[0]
+    model = load_model(tmp_path, "cpu", dtype)
+    assert {model.dtype, model.layers[0].qkv.weight.dtype, model.norm.dtype} == {dtype}
+    driver = driver_on(model, total_pages=32)
+    whole, cut, short = (driver.sequence(prompt, 3) for _ in range(3))
+    short.prompt = prompt[:11]
+    driver.step([(whole, 1 << 30), (cut, 40), (short, 10)])
+    driver.step([(whole, 1), (cut, 49), (short, 1)])
+    driver.step([(whole, 1), (cut, 1), (short, 1)])
+    spread = exact_logits.std()
+    for sequence in (whole, cut):
+        assert (sequence.logits[0] - exact_logits).abs().max() < 0.1 * spread
+
+
+def test_weights_are_copied_out_of_the_file(tmp_path):
+    """safetensors maps the file: a file changed in place must not change the model, nor the first prompt wait
+    for the disk."""
+    random_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    model = load_model(tmp_path, "cpu", torch.float32)
+    before = model.embedding.clone()
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(bytes(file.stat().st_size // 2))
+        stream.seek(4096)
+        stream.write(bytes(file.stat().st_size // 2 - 4096))
+    assert torch.equal(model.embedding, before)
+
+
+def test_a_folder_of_the_hugging_face_cache(tmp_path, driver_on, reference_greedy, prompt):
+    """There, every file is a link with the name to a blob with a hash."""
+    theirs = random_model("LlamaConfig", {})
+    theirs.save_pretrained(tmp_path / "saved")
+    snapshot = tmp_path / "models--who--what" / "snapshots" / "abc123"
+    blobs = tmp_path / "models--who--what" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate((tmp_path / "saved").iterdir()):
+        file.rename(blobs / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    reference = reference_greedy(theirs, prompt, COUNT)
+    driver = driver_on(load_model(snapshot, "cpu", torch.float32), total_pages=16)
+    assert driver.finish(driver.sequence(prompt, COUNT), COUNT).tokens == reference.tokens
+
+    with pytest.raises(ModelError, match=r"top of a Hugging Face cache; give .*snapshots/abc123$"):
+        load_model(tmp_path / "models--who--what", "cpu", torch.float32)
+    (snapshot / "model.safetensors").resolve().unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors: a link to a file that is not there"):
+        load_model(snapshot, "cpu", torch.float32)
+    (snapshot / "config.json").resolve().unlink()
+    with pytest.raises(ModelError, match=r"config\.json is a link to a file that is not there"):
+        load_model(snapshot, "cpu", torch.float32)
+
+
 class TestRefused:
     """A folder that cannot be used ends in one line that says what would be right."""
 

@@ -285,6 +285,12 @@ def test_device_and_dtype_by_name():
         resolve_dtype("int8", cpu)
 
 
+@pytest.mark.parametrize("name", ["gpu", "mps", ""])
+def test_a_device_that_is_none_of_ours(name):
+    with pytest.raises(ModelError, match=f"'{name}' is not supported; use auto, cpu or cuda"):
+        resolve_device(name)
+
+
 def test_cuda_asked_for_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tokenizers import Regex, pre_tokenizers
 from firsttoken_runtime.model.config import read_config
 from firsttoken_runtime.model.errors import ChatTemplateError, ModelError
 from firsttoken_runtime.model.gguf_tokenizer import text_split
-from firsttoken_runtime.model.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from firsttoken_runtime.model.tokenizer import check_vocabulary, load_tokenizer
 
 TEXTS = (
     "",
@@ -180,6 +182,51 @@ def test_messages_without_the_fields_a_template_needs(tokenizer):
         tokenizer.render_chat([{"role": "user"}])
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length // 0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'x'.encode('ascii').decode('utf-16') }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_whatever_goes_wrong_inside_a_template_is_the_callers_error(smollm2, template):
+    tokenizer = load_tokenizer(smollm2, chat_template=template)
+    with pytest.raises(ChatTemplateError):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja: not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template must be text"),
+        ("tokenizer_config.json", b"[" * 200_000, "not valid JSON"),
+    ],
+)
+def test_damaged_files_beside_the_tokenizer(folder, tmp_path, name, content, words):
+    for file in folder.iterdir():
+        if file.name not in ("tokenizer_config.json", "chat_template.jinja"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        load_tokenizer(tmp_path)
+
+
+def test_a_token_outside_the_byte_alphabet_stands_for_its_own_text(folder, tmp_path):
+    """Its characters are no spelled bytes; whole text and incremental text say the same."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["世 x"] = 49152
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode([49152]) == "世 x"
+    assert tokenizer.token_text(49152) == "世 x"
+    assert tokenizer.detokenizer().push(49152) == "世 x"
+
+
 def test_a_template_cannot_reach_out_of_the_sandbox(smollm2):
     tokenizer = load_tokenizer(smollm2, chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ChatTemplateError):
@@ -200,8 +247,8 @@ def test_no_template(folder, tmp_path):
 
 
 def test_end_of_answer_ids(smollm2, folder):
-    assert eos_token_ids(smollm2) == (2,)
-    assert eos_token_ids(folder) == (2, 0)
+    assert read_config(smollm2).eos_token_ids == (2,)
+    assert read_config(folder).eos_token_ids == (2, 0)
 
 
 def test_special_tokens_of_a_folder(folder):
@@ -258,3 +305,26 @@ def test_other_families_split_text_as_transformers(split, text):
         ]
     )
     assert text_split(split).pre_tokenize_str(text) == reference.pre_tokenize_str(text)
+
+
+def test_a_long_text_lets_other_threads_run(tokenizer):
+    """The server tokenises in threads: one long prompt must not stop everybody's streams."""
+    pauses, done = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            pauses.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    tokens = tokenizer.encode("hello world " * 150_000)
+    took = time.monotonic() - began
+    done.set()
+    ticking.join()
+    assert len(tokens) > 250_000
+    assert max(pauses) < took / 2
