@@ -1,97 +1,75 @@
 """`make bench`: figures for the README, with machine, versions, medians and worst cases. Never a test.
 
 Three parts: a server without a cluster (`firsttoken bench` against `firsttoken serve`), the engine's own
-overhead per step, and, on the local cluster, how long a switch takes from the keyboard to the pod.
+overhead per step, and, on the local cluster, how long a switch takes from the keyboard to the pod. A fourth,
+`--only peers`, runs other servers beside it; `--install-peers` gets them first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import httpx
 
-from e2e.demo_model import model_path
-from e2e.kube import ROOT, Cluster, start, wait_for, wait_ready, wait_switch_state
+from e2e.kube import ROOT, Cluster, start, switch_state, wait_ready, wait_switch_state
+from e2e.peers import run
+from e2e.peers.install import install
+from e2e.serving import FIRSTTOKEN, serving
 from firsttoken_runtime.measure import machine, overhead
 from firsttoken_runtime.measure.figures import row
 from firsttoken_runtime.measure.report import print_report
+from firsttoken_runtime.measure.scenarios import SCENARIOS
 
 NAMESPACE = "bench"
 SERVICE = "smollm2"
-FIRSTTOKEN = ROOT / ".venv" / "bin" / "firsttoken"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="rounds per figure (default 5)")
-    parser.add_argument("--only", choices=("server", "engine", "cluster"), help="run one part")
+    parser.add_argument("--only", choices=("server", "engine", "cluster", "peers"), help="run one part")
+    parser.add_argument(
+        "--install-peers", nargs="*", metavar="NAME", help="install all peers, or these; no run"
+    )
+    parser.add_argument("--peer", action="append", metavar="NAME", help="for peers: only this one")
+    parser.add_argument("--scenario", action="append", choices=tuple(SCENARIOS), help="for peers: only this")
     parser.add_argument("--json", action="store_true", help="JSON on stdout and nothing else")
     options = parser.parse_args()
+    # The servers that were started end with the program, however it ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if options.install_peers is not None:
+        return 0 if all(said == "installed" for said in install(options.install_peers).values()) else 1
+    absent: dict[str, str] = {}
     parts: dict[str, Callable[[int], list[dict[str, Any]]]] = {
         "server": _server,
         "engine": _engine,
         "cluster": _cluster,
+        "peers": lambda rounds: _peers(rounds, options.scenario or tuple(SCENARIOS), options.peer, absent),
     }
     rows: list[dict[str, Any]] = []
     for name, part in parts.items():
-        if options.only in (None, name):
+        # The peers take long and are not there on most machines: only when they are asked for.
+        if options.only == name or (options.only is None and name != "peers"):
             print(f"bench: {name}", file=sys.stderr)
             rows += part(options.rounds)
-    report = {"machine": machine.describe(), "rows": rows}
+    warnings = [f"{name} is not here: {reason}" for name, reason in absent.items()]
+    report = {"machine": machine.describe(), "rows": rows, "warnings": warnings}
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         print_report(report)
     return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[tuple[str, str, Path]]:
-    """A `firsttoken serve` of the real model; yields its URL, its admin URL and the token file."""
-    port, admin_port = free_port(), free_port()
-    with TemporaryDirectory() as directory:
-        token = Path(directory) / "token"
-        token.write_text(os.urandom(16).hex())
-        command = [str(FIRSTTOKEN), "serve", "--model", str(model_path()), "--port", str(port)]
-        command += ["--admin-port", str(admin_port), "--admin-token-file", str(token), *arguments]
-        with (Path(directory) / "log").open("w+") as log:
-            process = subprocess.Popen(command, stderr=log, stdout=log)
-            try:
-                url = f"http://127.0.0.1:{port}"
-                wait_for("the server to be ready", lambda: _ready(process, url, log.name), 120)
-                yield url, f"http://127.0.0.1:{admin_port}", token
-            finally:
-                process.terminate()
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-
-
-def _ready(process: subprocess.Popen[bytes], url: str, log: str) -> bool:
-    if process.poll() is not None:
-        raise SystemExit(f"bench: firsttoken serve ended: {Path(log).read_text()[-2000:]}")
-    try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def _server(rounds: int) -> list[dict[str, Any]]:
@@ -101,6 +79,27 @@ def _server(rounds: int) -> list[dict[str, Any]]:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
     return rows
+
+
+def _peers(
+    rounds: int, scenarios: Sequence[str], peers: Sequence[str] | None, absent: dict[str, str]
+) -> list[dict[str, Any]]:
+    """firsttoken in float32 and with int8 weights beside every installed peer; `absent` gets the others."""
+    with ExitStack() as stack:
+        switches = stack.enter_context(NamedTemporaryFile("w", suffix=".json"))
+        json.dump({"generation": 1, "switches": {"weightQuantization": {"enabled": True}}}, switches)
+        switches.flush()
+        ours = {"firsttoken float32": stack.enter_context(serving())[0]}
+        url, admin, token = stack.enter_context(serving("--switches", switches.name))
+        headers = {"Authorization": f"Bearer {token.read_text().strip()}"}
+        state = httpx.get(f"{admin}/admin/v1/state", headers=headers, timeout=30).json()
+        if (found := switch_state(state, "weightQuantization")) == "on":
+            ours["firsttoken int8"] = url
+        else:
+            absent["firsttoken int8"] = f"weightQuantization is {found} in this build"
+        measured = run.measure(ours, rounds, scenarios, peers)
+    absent.update(measured.absent)
+    return [entry.to_json() for entry in measured.figures]
 
 
 def _engine(rounds: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import httpx
 from firsttoken_runtime.measure import machine
 from firsttoken_runtime.measure.client import BenchError
 from firsttoken_runtime.measure.compare import compare, read_report
-from firsttoken_runtime.measure.figures import by_round
+from firsttoken_runtime.measure.figures import Figure, by_round
 from firsttoken_runtime.measure.options import BenchOptions
 from firsttoken_runtime.measure.plan import Cache, Load
 from firsttoken_runtime.measure.report import make_report, print_comparison, print_report, write
@@ -29,7 +29,7 @@ from firsttoken_runtime.measure.resources import find_server
 from firsttoken_runtime.measure.server import Admin
 from firsttoken_runtime.measure.session import Session
 from firsttoken_runtime.measure.summary import errors, warnings
-from firsttoken_runtime.measure.target import connected
+from firsttoken_runtime.measure.target import Target, connected
 
 INTERRUPTED = 130
 
@@ -99,7 +99,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         server=server,
         load={**_load_facts(options, loads, names), "run": run_name, "tokens_counted_by": target.counted_by},
         errors=errors(session.done),
-        warnings=[*_notes(session), *_doubts(loads, rows)],
+        warnings=[*_notes(session), *_doubts(loads, rows, target)],
         interrupted=stop.is_set(),
         failure=session.failure,
     )
@@ -207,9 +207,9 @@ def _notes(session: Session) -> list[str]:
     return notes
 
 
-def _doubts(loads: Mapping[str, Load], rows: Sequence[Any]) -> list[str]:
+def _doubts(loads: Mapping[str, Load], rows: Sequence[Figure], target: Target) -> list[str]:
     return [
         f"{name}: {doubt}"
         for name, load in loads.items()
-        for doubt in warnings(name, rows, load.cache is Cache.COLD)
+        for doubt in warnings(name, rows, load.cache is Cache.COLD, target.template_tokens)
     ]

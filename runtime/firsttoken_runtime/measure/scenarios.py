@@ -71,9 +71,12 @@ async def short_behind_long(target: Target, label: str = "short behind long") ->
         await asyncio.sleep(BEHIND_SECONDS)
         return await target.send(prompt, 8)
 
-    async with asyncio.TaskGroup() as group:
-        long_task = group.create_task(target.send(long_prompt, 8))
-        short_tasks = [group.create_task(later(prompt)) for prompt in short_prompts]
+    try:
+        async with asyncio.TaskGroup() as group:
+            long_task = group.create_task(target.send(long_prompt, 8))
+            short_tasks = [group.create_task(later(prompt)) for prompt in short_prompts]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     shorts = [task.result().ttft_ms for task in short_tasks]
     long_ttft = long_task.result().ttft_ms
     return [

@@ -143,8 +143,11 @@ def _lateness(scenario: str, done: Round) -> list[Figure]:
     return [row(scenario, f"client lateness {label}", [quantile(late, q)]) for label, q in quantiles]
 
 
-def warnings(scenario: str, figures: Iterable[Figure], cold: bool) -> list[str]:
-    """What makes the figures of a load doubtful, in words."""
+def warnings(scenario: str, figures: Iterable[Figure], cold: bool, template_tokens: int = 0) -> list[str]:
+    """What makes the figures of a load doubtful, in words.
+
+    template_tokens: of the chat template, which all prompts share and a server may well have cached.
+    """
     value = {entry.figure: entry.median for entry in figures if entry.scenario == scenario}
     found = []
     late, ttft = value.get("client lateness P99", 0.0), value.get("TTFT P50", math.inf)
@@ -153,9 +156,10 @@ def warnings(scenario: str, figures: Iterable[Figure], cold: bool) -> list[str]:
             f"the client sent late (P99 {late:.0f} ms): it, not only the server, shaped these figures; lower "
             "the rate, or run it on a machine with free cores"
         )
-    if cold and value.get("cached share of prompts", 0.0) > 1:
+    share = value.get("cached share of prompts", 0.0)
+    if cold and share > 1 and share / 100 * value["prompt, mean"] > template_tokens:
         found.append(
-            f"{value['cached share of prompts']:.0f} % of the prompt tokens came from the prefix cache "
+            f"{share:.0f} % of the prompt tokens came from the prefix cache "
             "although no prompt shares a beginning with another: these figures are not cold"
         )
     if (per_chunk := value.get("tokens per chunk", 1.0)) > 1.2:

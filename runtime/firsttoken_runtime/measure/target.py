@@ -58,6 +58,7 @@ class Target:
     """model: its name. max_tokens: longest prompt and answer together, where the server says it.
 
     counted_by: who counts tokens, for the report. notes: what the server does not understand.
+    template_tokens: what the chat template adds to every prompt, as far as it is known.
     """
 
     client: httpx.AsyncClient
@@ -69,6 +70,7 @@ class Target:
     max_tokens: int | None = None
     counted_by: str = "usage"
     notes: tuple[str, ...] = field(default=())
+    template_tokens: int = 0
 
     async def send(self, prompt: str, max_tokens: int) -> Sample:
         """One request. Raises RequestError when it fails."""
@@ -154,4 +156,5 @@ async def _ask(client: httpx.AsyncClient, address: Address, seed: int, run: str)
         max_tokens=served.max_tokens,
         counted_by=counts,
         notes=tuple(notes),
+        template_tokens=max(fixed, 0) if dialect.chat else 0,
     )

@@ -200,6 +200,15 @@ def test_all_scenarios_run_and_each_says_what_it_is_for(
     assert shared[0][1000:] != shared[1][1000:]
 
 
+@pytest.mark.parametrize("scenario", ["single", "cached", "short-behind-long", "closed-loop"])
+def test_a_request_of_a_scenario_that_fails_ends_the_run_in_words(
+    server: Any, capsys: pytest.CaptureFixture[str], scenario: str
+) -> None:
+    server.behaviour.fail_after = 2
+    assert run(BenchOptions(url=server.url, scenarios=(scenario,), rounds=1, warm_up=0)) == 1
+    assert capsys.readouterr().err.endswith('error: HTTP 503: {"error": {"message": "every now and then"}}\n')
+
+
 def test_a_scenario_that_does_not_fit_the_model_says_so(
     server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

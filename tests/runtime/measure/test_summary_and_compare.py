@@ -81,6 +81,7 @@ def test_a_late_client_a_warm_cache_and_fat_chunks_are_pointed_out() -> None:
     cold, warm = warnings("load", rows, cold=True), warnings("load", rows, cold=False)
     assert ["client sent late" in cold[0], "60 %" in cold[1], "5.0 tokens" in cold[2]] == [True] * 3
     assert len(warm) == 2
+    assert "60 %" not in " ".join(warnings("load", rows, cold=True, template_tokens=60))
     good = round_figures("load", Round((outcome(sample(50, 100)),), 1.0), Slo())
     assert warnings("load", good, cold=True) == []
 
