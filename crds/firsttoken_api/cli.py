@@ -77,8 +77,10 @@ def serve(
     kv_memory: option.KvMemory = "auto",
     page_tokens: option.PageTokens = 16,
     max_queued: option.MaxQueued = 1024,
+    draft_model: option.DraftModel = None,
     switches: option.SwitchesFile = None,
     drain_timeout: option.DrainTimeout = 30.0,
+    otlp_endpoint: option.OtlpEndpoint = None,
 ) -> None:
     """Serve one model over the OpenAI API.
 
@@ -105,6 +107,8 @@ def serve(
         kv_memory=kv_memory,
         page_tokens=page_tokens,
         max_queued=max_queued,
+        draft_model=draft_model,
+        otlp_endpoint=otlp_endpoint,
     )
     raise typer.Exit(implementation.run(options) or 0)
 

@@ -74,6 +74,15 @@ DtypeOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Smaller model of the same vocabulary, for speculativeDecoding with method draft.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -194,6 +203,15 @@ DrainTimeout = Annotated[
         min=0,
         max=3600,
         help="On SIGTERM: how long running answers may finish.",
+        rich_help_panel=_SWITCHES,
+    ),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Send a trace of every request to this OTLP/HTTP receiver, as in http://127.0.0.1:4318. "
+        "Default: $OTEL_EXPORTER_OTLP_ENDPOINT; without either nothing is sent.",
         rich_help_panel=_SWITCHES,
     ),
 ]

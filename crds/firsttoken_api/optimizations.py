@@ -48,6 +48,16 @@ class ContinuousBatching(Settings):
         description="Most tokens computed in one step. `auto` starts from mean prompt length x "
         "expected concurrency x 0.7 and never exceeds what the pool can hold.",
     )
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] | Auto | None = Field(
+        default=None,
+        description="Most requests that wait beyond those with a place in the batch; more are answered 429. "
+        "`auto` is what the server was started with (`--max-queued`). Holds with the optimization off, too.",
+    )
+    max_ttft_seconds: Annotated[float, Field(ge=0, le=3600)] | None = Field(
+        default=None,
+        description="A request whose predicted time to first token is longer is answered 429, unless nothing "
+        "is ahead of it. 0 is no limit. Holds with the optimization off, too.",
+    )
 
 
 class PrefixCache(Settings):
@@ -122,7 +132,7 @@ class PromptCompression(Settings):
 
 class SlidingWindow(Settings):
     window: Annotated[int, Field(ge=16, le=1_048_576)] | None = Field(
-        default=None, description="Tokens a query sees behind itself."
+        default=None, description="Tokens a query sees, itself included."
     )
     sink_tokens: Annotated[int, Field(ge=0, le=1024)] | None = Field(
         default=None, description="First tokens that every query sees."
@@ -179,7 +189,12 @@ CATALOGUE: tuple[Optimization, ...] = (
         summary="Forms the batch anew at every step, so that nobody waits for a whole batch to finish.",
         segment=Segment.QUEUE,
         settings=ContinuousBatching,
-        defaults={"maxSequences": "auto", "maxBatchTokens": "auto"},
+        defaults={
+            "maxSequences": "auto",
+            "maxBatchTokens": "auto",
+            "maxQueued": "auto",
+            "maxTtftSeconds": 0.0,
+        },
         order=1,
         default=True,
         essential=True,

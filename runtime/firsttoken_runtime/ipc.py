@@ -10,12 +10,13 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from firsttoken_runtime.engine.requests import Request
+from firsttoken_runtime.engine.requests import Request, TokenScore
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 1 << 28
@@ -35,10 +36,17 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     threads: int | None = None
     seed: int = 0
     max_queued: int = 1024
+    draft_model: str | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
     request: Request
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """The bytes of every token, for grammars; sent before the first request with one."""
+
+    tokens: list[bytes]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -83,6 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine takes requests.
 
     max_model_len: tokens one sequence may have, prompt and output together, in the model and in the pool.
+    window: tokens beyond which no layer of the model sees anything; 0 where one sees everything.
     """
 
     max_model_len: int
@@ -94,6 +103,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     architecture: str
     state: dict[str, Any]
     stats: dict[str, Any]
+    window: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -104,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token. The stamps (nanoseconds, monotonic) and `cached_tokens` come with index 0 only."""
+    """One sampled token; see `engine.requests.TokenEvent`. Stamps that are not known are 0."""
 
     request_id: str
     token: int
@@ -116,6 +126,12 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     prefill_end_ns: int = 0
     sampled_ns: int = 0
     cached_tokens: int = 0
+    prompt: tuple[TokenScore, ...] = ()
+    queued_ns: int = 0
+    admitted_ns: int = 0
+    computing_ns: int = 0
+    chunks: int = 0
+    preemptions: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -146,10 +162,30 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     stats: dict[str, Any]
 
 
+class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+    """Every half second, also while a step runs.
+
+    busy_seconds: how long the loop has been at one step, or what it does beside; None while it waits.
+    expected_seconds: what that step should take by the measured speed; None when not known.
+    """
+
+    busy_seconds: float | None = None
+    expected_seconds: float | None = None
+
+
 Command = (
-    Start | Add | Abort | SetSwitches | GetState | GetRequests | GetIntegrity | FlushPrefixCache | Shutdown
+    Start
+    | Add
+    | Vocabulary
+    | Abort
+    | SetSwitches
+    | GetState
+    | GetRequests
+    | GetIntegrity
+    | FlushPrefixCache
+    | Shutdown
 )
-Event = Phase | Ready | Failed | Tokens | Refused | Reply | Heartbeat
+Event = Phase | Ready | Failed | Tokens | Refused | Reply | Heartbeat | Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -191,7 +227,8 @@ class Frames:
 class Channel:
     """The engine's end: it never waits for a slow API process, and waits for commands only when told to.
 
-    What the socket does not take at once is kept and written when it can be.
+    What the socket does not take at once is kept and written when it can be. Several threads may send; one
+    receives.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -199,17 +236,21 @@ class Channel:
         self._socket = sock
         self._frames = Frames()
         self._unsent = bytearray()
+        self._sending = threading.Lock()
 
     def send(self, event: Event) -> None:
-        self._unsent += encode(event)
-        self._flush()
+        data = encode(event)
+        with self._sending:
+            self._unsent += data
+            self._flush()
 
     def receive(self, timeout_seconds: float) -> list[Command]:
         """Commands that are there, after at most `timeout_seconds` of waiting. Raises ChannelClosed."""
         writers = [self._socket] if self._unsent else []
         readable, writable, _ = select.select([self._socket], writers, [], timeout_seconds)
         if writable:
-            self._flush()
+            with self._sending:
+                self._flush()
         if not readable:
             return []
         try:
@@ -226,7 +267,8 @@ class Channel:
         """Write what is left, for at most `timeout_seconds`; used before the process ends."""
         if self._unsent:
             select.select([], [self._socket], [], timeout_seconds)
-            self._flush()
+            with self._sending:
+                self._flush()
 
     def _flush(self) -> None:
         while self._unsent:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,52 @@ def must_be_there(kv_bytes: int, available: int) -> None:
             f"out of memory: {size(kv_bytes)} are asked for the KV pool, and {size(available)} are left for "
             "this process; give less with --kv-memory, or the process more memory"
         )
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What the memory of the engine process is for.
+
+    libraries_bytes: what was resident before the model was loaded. draft_bytes: what loading a draft model
+    added, its KV included. On a GPU all of it is the device's memory as PyTorch's allocator has it.
+    """
+
+    libraries_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    draft_bytes: int = 0
+
+    def to_json(self, resident: int) -> dict[str, int]:
+        """Bytes by purpose; all but `resident_bytes` add up to it.
+
+        other_bytes: what the others do not explain: activations, and freed memory that was kept; negative
+        where parts are not resident.
+        """
+        parts = self.libraries_bytes + self.weights_bytes + self.kv_bytes + self.draft_bytes
+        return {
+            "libraries_bytes": self.libraries_bytes,
+            "weights_bytes": self.weights_bytes,
+            "kv_bytes": self.kv_bytes,
+            "draft_bytes": self.draft_bytes,
+            "other_bytes": resident - parts,
+            "resident_bytes": resident,
+        }
+
+
+def give_back_freed() -> None:
+    """Ask the allocator to give the system what was freed: after loading, tens of megabytes."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Memory of this process that is really there (RSS); 0 where the system does not say."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def size(count: int) -> str:

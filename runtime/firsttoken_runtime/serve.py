@@ -54,7 +54,9 @@ class ServeOptions:
     kv_memory: str = "auto"
     page_tokens: int = 16
     max_queued: int = 1024
+    draft_model: str | None = None
     max_body_bytes: int = 8 << 20
+    otlp_endpoint: str | None = None
 
 
 class ServeError(Exception):
@@ -77,6 +79,7 @@ class Plan:
     threads: int
     admin_token_file: Path
     version: str
+    draft_model: str | None = None
 
     def start(self) -> Start:
         """The engine's first command."""
@@ -92,6 +95,7 @@ class Plan:
             threads=self.threads,
             seed=options.seed,
             max_queued=options.max_queued,
+            draft_model=self.draft_model,
         )
 
 
@@ -131,21 +135,22 @@ def make_plan(options: ServeOptions, admin_token_file: Path) -> Plan:
         threads=options.threads or memory.cpu_count(),
         admin_token_file=admin_token_file,
         version=version("firsttoken"),
+        draft_model=model_path(options.draft_model, "--draft-model") if options.draft_model else None,
     )
 
 
-def model_path(uri: str) -> str:
+def model_path(uri: str, option: str = "--model") -> str:
     """The absolute path a model argument stands for: a path, or file://. Raises ServeError."""
     parts = urlsplit(uri) if "://" in uri else urlsplit("")
     if parts.scheme not in ("", "file"):
         raise ServeError(
-            f"--model {uri}: {parts.scheme}:// is not in this build; give a folder or a .gguf file"
+            f"{option} {uri}: {parts.scheme}:// is not in this build; give a folder or a .gguf file"
         )
     if parts.netloc:
-        raise ServeError(f"--model {uri}: write three slashes before the path, as in file:///models/name")
+        raise ServeError(f"{option} {uri}: write three slashes before the path, as in file:///models/name")
     path = Path(unquote(parts.path) if parts.scheme else uri).expanduser()
     if not path.exists():
-        raise ServeError(f"--model {path}: no such file or folder")
+        raise ServeError(f"{option} {path}: no such file or folder")
     return str(path.resolve())
 
 
@@ -223,6 +228,21 @@ def _serve(plan: Plan, port: socket.socket, admin_port: socket.socket, started_a
             end_process(process, 2.0)
 
 
+# Activations stay in the heap between operators instead of being mapped, cleared page by page and unmapped
+# by each: 9,700 page faults per prefill of 512 tokens became none. And the heap, which holds the weights,
+# lies in huge pages where the kernel grants them on request: reading memory became 1.6 times as fast, and a
+# decode step in float32 takes 0.8 of the time. Another C library pays no attention.
+_GLIBC_TUNABLES = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "hugetlb": 1,
+        "mmap_threshold": 32 << 20,
+        "trim_threshold": 4 << 30,
+        "top_pad": 64 << 20,
+    }.items()
+)
+
+
 def spawn_engine(sock: socket.socket, threads: int) -> subprocess.Popen[bytes]:
     """Start the engine process on its end of the socket pair, in a session of its own: Ctrl-C is ours."""
     environment = {
@@ -231,6 +251,7 @@ def spawn_engine(sock: socket.socket, threads: int) -> subprocess.Popen[bytes]:
         # Threads that spin at every barrier are fine alone on a machine. Beside anyone else, the API process
         # included, they spin while the thread they wait for has no core: prefill was five times slower so.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "GLIBC_TUNABLES": _GLIBC_TUNABLES,
     }
     module = "firsttoken_runtime.engine.process"
     command = [sys.executable, "-m", module, "--fd", str(sock.fileno()), "--parent", str(os.getpid())]

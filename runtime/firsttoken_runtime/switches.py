@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firsttoken_api.switches import SwitchError, SwitchMessage, parse_message, resolve
-from firsttoken_runtime.engine.snapshot import NOT_IN_BUILD, switch_state
+from firsttoken_runtime.engine.switch_state import NOT_IN_BUILD, switch_state
 
 POLL_SECONDS = 0.25
 # A ConfigMap cannot be larger than 1 MiB.

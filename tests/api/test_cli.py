@@ -78,6 +78,8 @@ def test_serve_listens_on_loopback_unless_told_otherwise(recorder: Recorder) -> 
             "kv_memory": "auto",
             "page_tokens": 16,
             "max_queued": 1024,
+            "otlp_endpoint": None,
+            "draft_model": None,
         }
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,8 @@ EVENTS = [
     ipc.Refused("a", "queue_full", "full", 429, 2.0),
     ipc.Reply(3, {"pages": {"free": 1}}),
     ipc.Heartbeat({"generation": 1}, {"running": 0}),
+    ipc.Pulse(1.5, 0.2),
+    ipc.Pulse(),
 ]
 
 
@@ -82,6 +85,25 @@ class TestChannel:
             got += sum(1 for _ in frames.feed(ours.recv(1 << 20)))
             channel.receive(0)
         assert got == 50
+
+    def test_messages_of_several_threads_do_not_mix(self, pair):
+        ours, channel = pair
+        events = [ipc.Reply(number, {"text": "x" * 20_000}) for number in range(4)]
+
+        def send(event):
+            for _ in range(50):
+                channel.send(event)
+
+        threads = [threading.Thread(target=send, args=(event,)) for event in events]
+        for thread in threads:
+            thread.start()
+        frames, got = ipc.Frames(), []
+        while len(got) < 200:
+            got += [ipc.event_decoder.decode(body) for body in frames.feed(ours.recv(1 << 20))]
+            channel.receive(0)
+        for thread in threads:
+            thread.join()
+        assert sorted(event.id for event in got) == sorted([0, 1, 2, 3] * 50)
 
     def test_the_end_of_the_other_process_is_noticed(self, pair):
         ours, channel = pair

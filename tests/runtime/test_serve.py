@@ -53,6 +53,15 @@ def test_a_file_uri_is_a_path(tmp_path):
     assert model_path(f"file://{tmp_path}/my%20model") == str(tmp_path / "my model")
 
 
+def test_the_draft_model_is_looked_up_like_the_model_and_named_when_missing(tmp_path, token):
+    for name in ("large", "small"):
+        (tmp_path / name).mkdir()
+    options = ServeOptions(str(tmp_path / "large"), draft_model=f"file://{tmp_path}/small")
+    assert make_plan(options, token).start().draft_model == str(tmp_path / "small")
+    with pytest.raises(ServeError, match=r"--draft-model .*/none: no such file or folder"):
+        make_plan(ServeOptions(str(tmp_path / "large"), draft_model=str(tmp_path / "none")), token)
+
+
 def test_a_file_uri_with_two_slashes_is_refused_before_its_first_folder_is_taken_for_a_host():
     with pytest.raises(ServeError, match="three slashes"):
         model_path("file://models/smollm2.gguf")

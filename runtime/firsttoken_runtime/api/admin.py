@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from firsttoken_api.verification import verification_mark
 from firsttoken_runtime.api.base import make_app, read_body
 from firsttoken_runtime.api.errors import ApiError, bad_request, error_response, json_response
 from firsttoken_runtime.api.middleware import Entry
+from firsttoken_runtime.api.recorder import KEPT_REQUESTS, Order
 from firsttoken_runtime.api.service import ANSWER_SECONDS, Service, StaleGeneration
 
 log = logging.getLogger("firsttoken")
@@ -70,9 +71,51 @@ class BearerAuth:
         await self._app(scope, receive, send)
 
 
+def _requests_query(query: Mapping[str, str]) -> tuple[Order, int]:
+    """Raises ApiError 400."""
+    if unknown := sorted(set(query) - {"order", "limit"}):
+        raise bad_request(f"unknown query parameter {unknown[0][:50]!r}; there are order and limit")
+    try:
+        order = Order(query.get("order", Order.SLOWEST))
+    except ValueError:
+        raise bad_request(f"order must be one of {', '.join(Order)}", param="order") from None
+    limit = query.get("limit", "100")
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 6 or int(limit) > KEPT_REQUESTS:
+        raise bad_request(f"limit must be a number from 0 to {KEPT_REQUESTS}", param="limit")
+    return order, int(limit)
+
+
 def _offered(headers: Headers) -> str:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else headers.get(TOKEN_HEADER, "")
+
+
+# What the routes read themselves, for /openapi.json.
+_DESCRIBED: dict[str, dict[str, Any]] = {
+    "/admin/v1/switches": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {
+                        "type": "object",
+                        "properties": {
+                            "generation": {"type": "integer", "minimum": 0},
+                            "switches": {"type": "object", "additionalProperties": {"type": "object"}},
+                        },
+                        "required": ["generation", "switches"],
+                    }
+                }
+            },
+        }
+    },
+    "/admin/v1/requests": {
+        "parameters": [
+            {"name": "order", "in": "query", "schema": {"enum": list(Order)}},
+            {"name": "limit", "in": "query", "schema": {"type": "integer", "maximum": KEPT_REQUESTS}},
+        ]
+    },
+}
 
 
 def build_admin_app(service: Service, token: TokenFile) -> ASGIApp:
@@ -87,7 +130,7 @@ def build_admin_app(service: Service, token: TokenFile) -> ASGIApp:
         ("POST", "/admin/v1/prefix-cache/flush", routes.flush),
         ("POST", "/admin/v1/profile", routes.profile),
     ):
-        app.add_api_route(path, handler, methods=[method])
+        app.add_api_route(path, handler, methods=[method], openapi_extra=_DESCRIBED.get(path))
     return Entry(BearerAuth(app, token))
 
 
@@ -114,8 +157,16 @@ class AdminRoutes:
             refused = ApiError(409, str(stale), code="stale_generation", param="generation")
             return json_response({"generation": stale.generation, **refused.body()}, 409)
 
-    async def requests(self) -> Response:
-        return json_response(await self._answer(self._service.engine.requests(ANSWER_SECONDS)))
+    async def requests(self, request: Request) -> Response:
+        """The engine's own list, and the requests of this process with their parts: `running`, and
+        `finished`, the last ones that ended. Query: `order` slowest (default) or newest, `limit` of the
+        finished, 100 by default."""
+        order, limit = _requests_query(request.query_params)
+        ledger = self._service.records.ledger
+        answer = await self._answer(self._service.engine.requests(ANSWER_SECONDS))
+        return json_response(
+            {**answer, "running": ledger.running(), "finished": ledger.finished(order, limit)}
+        )
 
     async def integrity(self) -> Response:
         return json_response(await self._answer(self._service.engine.integrity(ANSWER_SECONDS)))

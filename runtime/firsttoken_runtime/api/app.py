@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,11 +20,21 @@ from firsttoken_api import verification
 from firsttoken_runtime import ipc
 from firsttoken_runtime.api.admin import TokenFile
 from firsttoken_runtime.api.base import body_reference, make_app, read_body
-from firsttoken_runtime.api.bodies import ChatShape, CompletionShape
+from firsttoken_runtime.api.bodies import ChatShape, CompletionShape, Prompt
+from firsttoken_runtime.api.choices import Choices
+from firsttoken_runtime.api.connection import TRANSPORT, Connection
 from firsttoken_runtime.api.engine_client import refused
 from firsttoken_runtime.api.errors import ApiError, bad_request, check_token_ids, json_response
 from firsttoken_runtime.api.generation import Generation
-from firsttoken_runtime.api.middleware import ARRIVAL, Entry
+from firsttoken_runtime.api.middleware import ARRIVAL, REQUEST_ID, Entry
+from firsttoken_runtime.api.prepare import (
+    completion_grammar,
+    completion_prompt,
+    conversation,
+    follower,
+    sampling_params,
+    ttft_limit,
+)
 from firsttoken_runtime.api.respond import GenerationResponse
 from firsttoken_runtime.api.schemas import (
     ChatRequest,
@@ -31,13 +44,30 @@ from firsttoken_runtime.api.schemas import (
     TokenizeRequest,
     parse,
 )
-from firsttoken_runtime.api.service import Service, new_id
+from firsttoken_runtime.api.service import Service
+from firsttoken_runtime.api.timeline import NOBODY, RequestFacts, Timeline
 from firsttoken_runtime.engine import requests as engine
 from firsttoken_runtime.engine.admission import Limits, check_length
 from firsttoken_runtime.engine.requests import AdmissionError
 from firsttoken_runtime.model.errors import ChatTemplateError, ModelError
+from firsttoken_runtime.model.windows import Window
+from firsttoken_runtime.timing import Stamps
 
 Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of the engine beside its sampling parameters.
+
+    kept: special tokens that are shown.
+    """
+
+    tokens: list[list[int]]
+    prompts: list[Prompt]
+    grammar: str | None
+    kept: frozenset[int] = frozenset()
 
 
 def build_app(service: Service, token: TokenFile) -> ASGIApp:
@@ -73,44 +103,51 @@ class Routes:
         self._token = token
 
     async def chat(self, request: Request) -> Response:
-        service = self._service
         body = await self._begin(request, ChatRequest)
-        tokenizer, _ = service.loaded()
-
-        def render() -> list[int]:
-            return tokenizer.encode_chat(
-                body.template_messages(),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                **(body.chat_template_kwargs or {}),
-            )
-
-        prompt = await self._tokens(render, "messages")
-        return self._respond(request, body, prompt, ChatShape, "chatcmpl")
+        tokenizer, _ = self._service.loaded()
+        with self._counting_errors():
+            talk = conversation(body, tokenizer.chat_template)
+            grammar = talk.grammar(tokenizer)
+        prompt = await self._tokens(lambda: talk.render(tokenizer), "messages")
+        asked = Asked(
+            [prompt],
+            [Prompt(prompt, scored=body.prompt_logprobs is not None)],
+            grammar,
+            talk.kept_tokens(tokenizer),
+        )
+        shape = partial(ChatShape, parser=talk.parser())
+        return await self._respond(request, body, asked, shape, "chatcmpl")
 
     async def completions(self, request: Request) -> Response:
-        service = self._service
         body = await self._begin(request, CompletionRequest)
-        tokenizer, _ = service.loaded()
-        text = body.prompt
-        if isinstance(text, str):
-            prompt = await self._tokens(lambda: tokenizer.encode(text), "prompt")
-        else:
-            prompt = text
-        return self._respond(request, body, prompt, CompletionShape, "cmpl")
+        tokenizer, _ = self._service.loaded()
+        with self._counting_errors():
+            grammar = completion_grammar(body)
+
+        def encode() -> list[Prompt]:
+            return [completion_prompt(body, text, tokenizer) for text in body.prompt]
+
+        prompts = await self._tokens(encode, "prompt")
+        asked = Asked([list(prompt.tokens) for prompt in prompts], prompts, grammar)
+        shape = partial(CompletionShape, empty=body.max_tokens == 0)
+        return await self._respond(request, body, asked, shape, "cmpl")
 
     async def tokenize(self, request: Request) -> Response:
         body = (await self._read(request, TokenizeRequest)).one_source()
         self._service.check_model(body.model)
         tokenizer, ready = self._service.loaded()
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], list[str] | None]:
             if body.messages is not None:
-                messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-                return tokenizer.encode_chat(messages, body.add_generation_prompt is not False)
-            return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+                tokens = conversation(body, tokenizer.chat_template).render(tokenizer)
+            else:
+                tokens = tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+            texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+            return tokens, texts
 
-        tokens = await self._tokens(encode, "prompt")
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len})
+        tokens, texts = await self._tokens(encode, "prompt")
+        counted = {"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len}
+        return json_response(counted if texts is None else {**counted, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._read(request, DetokenizeRequest)
@@ -159,16 +196,21 @@ class Routes:
             assert isinstance(body, GenerationRequest)
             self._service.check_model(body.model)
             body.refuse_unsupported()
+            body.refuse_contradictions()
         except ApiError as error:
             self._count_error(error)
             raise
+        request.state.stamps = Stamps(request.scope[ARRIVAL], parsed_ns=time.monotonic_ns())
         return body
 
     async def _read(self, request: Request, schema: type[Body]) -> Body:
         return parse(schema, await read_body(request, self._service.max_body_bytes))
 
-    async def _tokens(self, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """Token ids from a worker thread. Raises ApiError 400 for messages the template cannot render."""
+    async def _tokens(self, encode: Callable[[], Result], param: str) -> Result:
+        """Token ids, or what is made of them, from a worker thread.
+
+        Raises ApiError 400 for messages the template cannot render.
+        """
         try:
             return await self._service.in_thread(encode)
         except (ChatTemplateError, ModelError) as problem:
@@ -181,47 +223,86 @@ class Routes:
     def _count_error(self, error: ApiError) -> None:
         self._service.metrics.refused(error.code)
 
-    def _respond(
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            self._count_error(error)
+            raise
+
+    async def _respond(
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        prompt: list[int],
-        shape_type: type[CompletionShape],
+        asked: Asked,
+        shape_type: Callable[..., CompletionShape],
         prefix: str,
     ) -> Response:
         service = self._service
         tokenizer, ready = service.loaded()
-        id = new_id(prefix)
-        self._must_fit(id, len(prompt), ready)
-        generation = Generation(
-            service.engine,
-            engine.Request(
-                id=id,
-                prompt=tuple(prompt),
-                sampling=sampling_params(body, ready.max_model_len, service.seeds),
-                arrival_ns=request.scope[ARRIVAL],
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-            ),
-            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False),
-            body.stop or (),
-            service.metrics,
-            service.window,
-            recorded=not self._is_verification(request),
+        id = name = f"{prefix}-{request.scope[REQUEST_ID]}"
+        if "x-request-id" in request.headers:  # the caller may use it for several requests at once
+            name = f"{id}-{uuid.uuid4().hex[:8]}"
+        stamps: Stamps = request.state.stamps
+        for tokens in asked.tokens:
+            self._must_fit(id, len(tokens), ready)
+        if asked.grammar is not None:
+            await service.load_vocabulary()
+        stamps.tokenized_ns = time.monotonic_ns()
+        with self._counting_errors():
+            limit = ttft_limit(request.headers)
+        samplings = [
+            sampling_params(body, ready.max_model_len, service.seeds, asked.grammar) for _ in asked.tokens
+        ]
+
+        n = body.n or 1
+        timeline = Timeline(
+            _facts(id, request, body, prefix, n * len(samplings)),
+            stamps,
+            NOBODY if self._is_verification(request) else service.records,
+            sum(map(len, asked.tokens)),
+            Connection(request.scope.get(TRANSPORT)),
         )
+
+        def generation(prompt: int, answer: int) -> Generation:
+            sampling = samplings[prompt]
+            return Generation(
+                service.engine,
+                engine.Request(
+                    id=name if prompt == answer == 0 else f"{name}-{prompt}-{answer}",
+                    prompt=tuple(asked.tokens[prompt]),
+                    sampling=follower(sampling, answer) if answer else sampling,
+                    # A further answer begins when the first one is on its way.
+                    arrival_ns=time.monotonic_ns() if answer else request.scope[ARRIVAL],
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    follows=answer > 0,
+                    ttft_limit_seconds=None if answer else limit,
+                ),
+                tokenizer.detokenizer(body.skip_special_tokens is not False, asked.kept),
+                body.stop or (),
+                timeline,
+                include_stop=bool(body.include_stop_str_in_output),
+            )
+
+        leads = [generation(prompt, 0) for prompt in range(len(samplings))]
+        choices = Choices(leads, n, generation, empty=body.token_limit == 0)
         shape = shape_type(
             id=id,
             created=int(time.time()),
             model=service.served_name,
-            token_text=tokenizer.token_text,
-            token_bytes=tokenizer.token_bytes,
+            spelling=tokenizer,
             logprobs=body.top_logprobs is not None,
+            prompts=lambda index: asked.prompts[index // n],
         )
         return GenerationResponse(
-            generation,
+            choices,
             shape,
+            timeline,
             stream=bool(body.stream),
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
             on_error=self._count_error,
         )
 
@@ -231,7 +312,9 @@ class Routes:
         Asked here as well: millions of tokens on their way to the engine would hold up everyone's next step.
         """
         try:
-            check_length(length, Limits(ready.max_model_len, ready.total_pages, ready.page_tokens))
+            window = Window(ready.window) if ready.window else None
+            limits = Limits(ready.max_model_len, ready.total_pages, ready.page_tokens, window=window)
+            check_length(length, limits)
         except AdmissionError as error:
             too_long = refused(ipc.Refused(id, error.code, str(error), error.status))
             self._count_error(too_long)
@@ -242,27 +325,29 @@ class Routes:
         return mark is not None and self._token.marks(mark)
 
 
-def sampling_params(
-    body: ChatRequest | CompletionRequest, max_model_len: int, seeds: random.Random
-) -> engine.SamplingParams:
-    """What the engine needs to pick tokens; what the caller left out has the OpenAI defaults.
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
 
-    max_model_len: the limit of an answer without one; the engine cuts it to what the prompt leaves.
-    seeds: draws the seed of a request that brings none.
-    """
-    temperature = 1.0 if body.temperature is None else body.temperature
-    return engine.SamplingParams(
-        max_tokens=body.token_limit or max_model_len,
-        temperature=temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        seed=seeds.getrandbits(63) if body.seed is None and temperature > 0 else body.seed,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=body.top_logprobs,
-        logit_bias={int(key): value for key, value in (body.logit_bias or {}).items()},
+
+def _facts(
+    id: str, request: Request, body: ChatRequest | CompletionRequest, prefix: str, choices: int
+) -> RequestFacts:
+    """What of a request may be told to others."""
+    given = {
+        "max_tokens": body.token_limit,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "seed": body.seed,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+    }
+    return RequestFacts(
+        id,
+        _OPERATIONS[prefix],
+        bool(body.stream),
+        {name: value for name, value in given.items() if value is not None},
+        body.priority or 0,
+        choices,
+        request.headers.get("traceparent", ""),
+        request.headers.get("tracestate", ""),
     )

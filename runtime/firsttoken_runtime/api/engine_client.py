@@ -19,7 +19,11 @@ _OPENAI_CODES: dict[str, tuple[str, str | None]] = {
     "prompt_too_long": ("context_length_exceeded", "prompt"),
     "pool_too_small": ("context_length_exceeded", "prompt"),
     "empty_prompt": ("empty_prompt", "prompt"),
+    "invalid_grammar": ("invalid_grammar", "response_format"),
 }
+
+
+LastWord = Callable[[ipc.Token | None], None]
 
 
 class EngineLost(Exception):
@@ -41,6 +45,15 @@ class TokenStream:
     def fail(self, error: Exception) -> None:
         self._error = error
         self._wake()
+
+    @property
+    def last(self) -> ipc.Token | None:
+        """The token that ends the request, when it is here and was not read."""
+        return self._tokens[-1] if self._tokens and self._tokens[-1].finish is not None else None
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     async def next(self) -> list[ipc.Token]:
         """All tokens that are there, at least one. Raises ApiError when refused, EngineLost."""
@@ -74,11 +87,16 @@ class EngineClient(asyncio.Protocol):
         self._frames = ipc.Frames()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[str, TokenStream] = {}
+        self._leaving: dict[str, LastWord] = {}
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_id = 0
+        self.vocabulary: list[bytes] | None = None  # must be there before a request with a grammar
+        self._vocabulary_sent = False
         self.ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[ipc.Failed | None] = asyncio.get_running_loop().create_future()
         self.heard_at = time.monotonic()
+        self.pulse = ipc.Pulse()  # the last one, and when it came
+        self.pulse_at = self.heard_at
 
     async def connect(self, sock: socket.socket, start: ipc.Start | None = None) -> None:
         """Take over our end of the socket pair and say what to load."""
@@ -95,15 +113,33 @@ class EngineClient(asyncio.Protocol):
     def add(self, request: Request) -> TokenStream:
         """Hand a request over. Raises EngineLost."""
         self._must_live()
+        if request.sampling.grammar is not None and not self._vocabulary_sent:
+            assert self.vocabulary is not None
+            self._send(ipc.Vocabulary(self.vocabulary))
+            self._vocabulary_sent = True
         # First: a request that cannot be sent must not leave a stream behind.
         self._send(ipc.Add(request))
         stream = self._streams[request.id] = TokenStream()
         return stream
 
-    def release(self, request_id: str, *, abort: bool) -> None:
-        """Nobody reads this request any more; with `abort` the engine stops computing it."""
-        if self._streams.pop(request_id, None) is not None and abort and not self.ended.done():
+    def release(self, request_id: str, *, abort: bool, last_word: LastWord | None = None) -> None:
+        """Nobody reads this request any more; with `abort` the engine stops computing it.
+
+        last_word: called once with the engine's account of it, its first token or its end, whichever comes
+        first, or with None when neither will come.
+        """
+        stream = self._streams.pop(request_id, None)
+        last = stream.last if stream is not None else None
+        will_tell = False
+        if stream is not None and abort and not self.ended.done():
             self._send(ipc.Abort(request_id))
+            will_tell = last is None and not stream.failed
+        if last_word is None:
+            return
+        if will_tell:
+            self._leaving[request_id] = last_word
+        else:
+            last_word(last)
 
     async def set_switches(self, message: SwitchMessage, timeout_seconds: float) -> dict[str, Any]:
         """The state once the message is in force, with `taken`. Raises EngineLost, TimeoutError."""
@@ -170,6 +206,8 @@ class EngineClient(asyncio.Protocol):
                 for token in tokens:
                     if (stream := self._streams.get(token.request_id)) is not None:
                         stream.put(token)
+                    elif token.request_id in self._leaving and (token.index == 0 or token.finish is not None):
+                        self._leaving.pop(token.request_id)(token)
             case ipc.Reply(id, body):
                 reply = self._replies.get(id)
                 if reply is not None and not reply.done():
@@ -177,8 +215,12 @@ class EngineClient(asyncio.Protocol):
             case ipc.Refused():
                 if (stream := self._streams.get(event.request_id)) is not None:
                     stream.fail(refused(event))
+                elif event.request_id in self._leaving:
+                    self._leaving.pop(event.request_id)(None)
             case ipc.Heartbeat(state, stats):
                 self.on_heartbeat(state, stats)
+            case ipc.Pulse():
+                self.pulse, self.pulse_at = event, self.heard_at
             case ipc.Phase():
                 self.on_phase(event)
             case ipc.Ready():
@@ -192,6 +234,9 @@ class EngineClient(asyncio.Protocol):
         self.ended.set_result(failed)
         error = EngineLost(lost_line(failed))
         self.fail_all(error)
+        for last_word in self._leaving.values():
+            last_word(None)
+        self._leaving.clear()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

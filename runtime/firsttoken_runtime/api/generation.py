@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from firsttoken_runtime import ipc
-from firsttoken_runtime.api.engine_client import EngineClient
+from firsttoken_runtime.api.engine_client import EngineClient, EngineLost
 from firsttoken_runtime.api.errors import ApiError
 from firsttoken_runtime.api.stop_strings import StopStrings
-from firsttoken_runtime.engine.requests import Request
-from firsttoken_runtime.metrics import Metrics
-from firsttoken_runtime.timing import Segments, TtftWindow, segments
+from firsttoken_runtime.api.timeline import Timeline
+from firsttoken_runtime.engine.requests import Request, TokenScore
 
 
 class Detokenizer(Protocol):
@@ -51,7 +49,7 @@ class Generation:
     """Runs one request in the engine and turns its tokens into pieces of text.
 
     `pieces` is read once, by one reader; when the reader stops early the engine stops too.
-    recorded: False leaves it out of the metrics and of the TTFT window, because it is nobody's traffic.
+    timeline: of the HTTP request that this belongs to.
     """
 
     def __init__(
@@ -60,37 +58,37 @@ class Generation:
         request: Request,
         detokenizer: Detokenizer,
         stop: Sequence[str],
-        metrics: Metrics,
-        window: TtftWindow,
-        clock: Callable[[], int] = time.monotonic_ns,
+        timeline: Timeline,
         *,
-        recorded: bool = True,
+        include_stop: bool = False,
     ) -> None:
         self.request = request
+        self.timeline = timeline
         self._engine = engine
         self._detokenizer = detokenizer
-        self._stop = StopStrings(stop)
-        self._metrics = metrics
-        self._window = window
-        self._recorded = recorded
-        self.clock = clock
+        self._stop = StopStrings(stop, include_stop)
+        self.prompt_scores: list[
+            TokenScore
+        ] = []  # of the prompt's tokens from the second one on, if asked for
         self._completion_tokens = 0
-        self._first: ipc.Token | None = None
-        self._first_token_ns = 0
+        self._cached_tokens = 0
         self._last_token_ns = 0
-        self._segments: Segments | None = None
 
     @property
     def usage(self) -> Usage:
-        cached = self._first.cached_tokens if self._first else 0
-        return Usage(len(self.request.prompt), self._completion_tokens, cached)
+        return Usage(len(self.request.prompt), self._completion_tokens, self._cached_tokens)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces with text; the last one has `finish` and perhaps no text.
 
         Raises ApiError when the engine refuses the request or fails on it, EngineLost when it ends.
         """
-        stream = self._engine.add(self.request)
+        timeline = self.timeline
+        try:
+            stream = self._engine.add(self.request)
+        except EngineLost:
+            timeline.failed("engine_stopped")
+            raise
         finished = False
         finish: str | None = None
         pending: list[ipc.Token] = []
@@ -98,8 +96,11 @@ class Generation:
             while finish is None:
                 text = ""
                 for token in await stream.next():
-                    more, finish = self._take(token)
+                    if token.prompt:
+                        self.prompt_scores.extend(token.prompt)
+                        continue
                     finished = finished or token.finish is not None
+                    more, finish = self._take(token)
                     pending.append(token)
                     text += more
                     if finish is not None:
@@ -108,13 +109,23 @@ class Generation:
                     piece = Piece(text, pending, finish)
                     pending = []
                     if finish is not None:
-                        self._finished(finish)
+                        timeline.ended(finish)
                     yield piece
+        except ApiError as error:
+            timeline.failed(error.code, refused=error.status < 500)
+            raise
+        except EngineLost:
+            timeline.failed("engine_stopped")
+            raise
         finally:
-            self._engine.release(self.request.id, abort=not finished)
+            early = not finished and not self._completion_tokens
+            last_word = timeline.await_last_word() if early else None
+            self._engine.release(self.request.id, abort=not finished, last_word=last_word)
 
     def _take(self, token: ipc.Token) -> tuple[str, str | None]:
         """Text this token makes final, and the finish reason when the answer ends here."""
+        if token.finish in ("error", "abort"):
+            self.timeline.stopped(token)
         if token.finish == "error":
             raise ApiError(500, "the engine failed on this request; see its log", code="engine_error")
         if token.finish == "abort":
@@ -124,6 +135,9 @@ class Generation:
         text = "" if token.finish == "stop" else self._detokenizer.push(token.token)
         if token.finish is not None:
             text += self._detokenizer.flush()
+        self.timeline.detokenized()
+        if self._completion_tokens < self.request.sampling.min_tokens and token.finish is None:
+            return text, None  # stop strings count from min_tokens on
         shown, stopped = self._stop.push(text)
         if stopped:
             return shown, "stop"
@@ -132,57 +146,9 @@ class Generation:
         return shown, token.finish
 
     def _count(self, token: ipc.Token) -> None:
-        now, gap_seconds = self.clock(), None
-        if self._first is None:
-            self._first, self._first_token_ns = token, now
-        else:
-            gap_seconds = (now - self._last_token_ns) / 1e9
-        if self._recorded:
-            self._metrics.token(gap_seconds)
-        self._last_token_ns = now
+        if not self._completion_tokens:
+            self._cached_tokens = token.cached_tokens
+            if not self.request.follows:  # a further answer to a prompt that is counted already
+                self.timeline.cached_tokens += token.cached_tokens
+        self._last_token_ns = self.timeline.token(token, self._last_token_ns)
         self._completion_tokens += 1
-
-    def handed_over(self, handed_over_ns: int, written_ns: int) -> Segments:
-        """The TTFT account at this moment; nothing is recorded. Needs a first token."""
-        first = self._first
-        assert first is not None
-        return segments(
-            self.request.arrival_ns, first.prefill_start_ns, first.prefill_end_ns, handed_over_ns, written_ns
-        )
-
-    def first_written(self, handed_over_ns: int, written_ns: int) -> Segments:
-        """Close the TTFT account: the first token was handed over and written at these moments."""
-        self._segments = self.handed_over(handed_over_ns, written_ns)
-        if self._recorded:
-            prompt_tokens = len(self.request.prompt)
-            self._window.add(written_ns, self._segments, prompt_tokens)
-            self._metrics.first_token(self._segments, prompt_tokens)
-        return self._segments
-
-    def timings(self) -> dict[str, float | int]:
-        """What the response carries as `timings`: milliseconds and tokens."""
-        assert self._segments is not None
-        first = self._first
-        assert first is not None
-        decoding_ns = self._last_token_ns - self._first_token_ns
-        return {
-            **self._segments.to_json(),
-            "total_ms": (self._last_token_ns - self.request.arrival_ns) / 1e6,
-            "prompt_tokens": len(self.request.prompt),
-            "cached_tokens": first.cached_tokens,
-            "completion_tokens": self._completion_tokens,
-            "tokens_per_second": (self._completion_tokens - 1) / decoding_ns * 1e9 if decoding_ns else 0.0,
-        }
-
-    def _finished(self, finish: str) -> None:
-        if not self._recorded:
-            return
-        assert self._first is not None
-        self._metrics.finished(
-            finish,
-            self._completion_tokens,
-            self.request.arrival_ns,
-            self._first.prefill_start_ns,
-            self._first_token_ns,
-            self._last_token_ns,
-        )

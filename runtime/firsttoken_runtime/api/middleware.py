@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from firsttoken_runtime.api.connection import RECEIVED
+
 ARRIVAL = "firsttoken.arrival_ns"
 REQUEST_ID = "firsttoken.request_id"
 _REQUEST_ID_HEADER = b"x-request-id"
@@ -37,7 +39,8 @@ class Entry:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[ARRIVAL] = self._clock()
+        # The first bytes came before: the head had to be whole, and the loop to get here.
+        scope[ARRIVAL] = scope.get(RECEIVED) or self._clock()
         request_id = _given_id(scope) or uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
 

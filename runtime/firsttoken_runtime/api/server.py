@@ -26,8 +26,10 @@ from starlette.types import ASGIApp
 
 from firsttoken_runtime.api.admin import TokenFile, build_admin_app
 from firsttoken_runtime.api.app import build_app
+from firsttoken_runtime.api.connection import TimedProtocol
 from firsttoken_runtime.api.engine_client import EngineClient, EngineLost
 from firsttoken_runtime.api.errors import ApiError
+from firsttoken_runtime.api.recorder import Recorder
 from firsttoken_runtime.api.service import Service, StaleGeneration
 from firsttoken_runtime.metrics import Metrics
 from firsttoken_runtime.model.errors import ModelError
@@ -41,6 +43,7 @@ from firsttoken_runtime.serve import (
     ended_line,
 )
 from firsttoken_runtime.switches import POLL_SECONDS, SwitchFile
+from firsttoken_runtime.tracing import Tracing, TracingError, start_tracing
 
 log = logging.getLogger("firsttoken")
 # Responses that end in an error get so long to be written before the process ends.
@@ -55,7 +58,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=TimedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -96,6 +99,7 @@ class Server:
         """Serve until a signal, or until the engine ends. Raises ServeError in the second case."""
         plan = self._plan
         metrics = Metrics(plan.served_name)
+        tracing = _tracing(plan)
         engine = EngineClient(on_phase=lambda phase: _log_phase(phase.text, phase.seconds))
         service = self._service = Service(
             plan.served_name,
@@ -105,6 +109,7 @@ class Server:
             plan.version,
             max_body_bytes=plan.options.max_body_bytes,
             seeds=random.Random(plan.options.seed),  # noqa: S311  sampling, no secrets
+            recorder=Recorder(metrics, tracing=tracing),
         )
         engine.on_heartbeat = service.on_heartbeat
         await engine.connect(self._engine_socket, plan.start())
@@ -125,6 +130,7 @@ class Server:
                 took = time.monotonic() - self._started_at
                 log.info("admin port %s, token in %s", urls[1], plan.admin_token_file)
                 log.info("ready on %s (%.1f s)", urls[0], took)
+                background.append(asyncio.create_task(service.watch()))
                 if plan.options.switches is not None:
                     background.append(asyncio.create_task(self._watch_switches(plan.options.switches)))
                 ends: list[asyncio.Future[Any]] = [engine.ended, stopped]
@@ -141,6 +147,8 @@ class Server:
             await asyncio.wait(serving, timeout=_FAREWELL_SECONDS + 1)
             engine.shut_down()
             service.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     async def _until_ready(self, tokenizer: asyncio.Task[None], stopped: asyncio.Task[bool]) -> bool:
         """True when requests can come; False on a signal, or when the engine ended. Raises ServeError."""
@@ -235,6 +243,13 @@ class Server:
         # At once, not when the task gets to run: no request may slip in between.
         self._service.draining = True
         self._stop.set()
+
+
+def _tracing(plan: Plan) -> Tracing | None:
+    try:
+        return start_tracing(plan.options.otlp_endpoint, plan.version)
+    except TracingError as error:
+        raise ServeError(f"--otlp-endpoint: {error}") from None
 
 
 def _log_phase(text: str, seconds: float) -> None:

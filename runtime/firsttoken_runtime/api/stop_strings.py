@@ -12,8 +12,10 @@ class StopStrings:
     character of text times the total length of the stop strings.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], include: bool = False) -> None:
+        """include: the stop string is shown too."""
         self._strings = tuple(strings)
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -27,8 +29,8 @@ class StopStrings:
         )
         if match is not None:
             self._held = ""
-            return buffer[: match[1]], True
-        keep = max(_overlap(buffer, string) for string in self._strings)
+            return buffer[: match[0] if self._include else match[1]], True
+        keep = max(overlap(buffer, string) for string in self._strings)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep], False
 
@@ -38,7 +40,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that is a beginning of `string`, not the whole of it."""
     longest = min(len(string) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firsttoken_runtime.engine.page_needs import PageNeeds, least_pages, pages_for
 from firsttoken_runtime.engine.requests import AdmissionError, Request
+from firsttoken_runtime.model.windows import Window
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one sequence may take. max_model_len: prompt and output tokens together."""
+    """What one sequence may take. max_model_len: prompt and output tokens together.
+
+    window: what no layer of the model sees beyond by itself. That of a switch does not count: no request is
+    let in that could not go on once the switch is taken back.
+    """
 
     max_model_len: int
     total_pages: int
     page_tokens: int
     vocab_size: int | None = None
+    window: Window | None = None
 
     @property
     def pool_tokens(self) -> int:
-        return self.total_pages * self.page_tokens
+        """Tokens of one sequence for which the pool suffices."""
+        return PageNeeds.of(self.page_tokens, self.total_pages, self.window).longest
 
 
 def check(request: Request, limits: Limits) -> int:
@@ -53,7 +61,9 @@ def check_length(length: int, limits: Limits) -> None:
             400,
         )
     if length > limits.pool_tokens:
-        needed = -(-length // limits.page_tokens)
+        needed = pages_for(length, limits.page_tokens)
+        if limits.window is not None:
+            needed = min(needed, least_pages(limits.page_tokens, limits.window))
         raise AdmissionError(
             "pool_too_small",
             f"the prompt has {length} tokens and needs {needed} KV pages; the pool has {limits.total_pages} "

@@ -9,28 +9,43 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 
 from firsttoken_api.switches import State as SwitchState
 from firsttoken_api.switches import SwitchMessage
-from firsttoken_runtime.engine import integrity
+from firsttoken_runtime.engine import integrity, prediction
 from firsttoken_runtime.engine.admission import Limits, check
+from firsttoken_runtime.engine.grammar import Constraint
 from firsttoken_runtime.engine.measurements import Measurements
-from firsttoken_runtime.engine.prefix import Namespace
-from firsttoken_runtime.engine.requests import NO_TOKEN, AdmissionError, Finish, Request, TokenEvent
+from firsttoken_runtime.engine.overload import check_queue, check_ttft
+from firsttoken_runtime.engine.prefill_cost import pairs
+from firsttoken_runtime.engine.prefix import NO_HIT, Namespace
+from firsttoken_runtime.engine.prompt_scores import ScoreBudget, score, scored_tokens
+from firsttoken_runtime.engine.requests import (
+    NO_TOKEN,
+    NOT_GENERATED,
+    AdmissionError,
+    Finish,
+    Request,
+    TokenEvent,
+)
 from firsttoken_runtime.engine.sampling import Row, Sampled, TokenCounts, sample
 from firsttoken_runtime.engine.scheduler import State, Step, schedule
 from firsttoken_runtime.engine.sequence import Sequence
 from firsttoken_runtime.engine.settings import EngineSettings, Runner
 from firsttoken_runtime.engine.snapshot import Snapshot, read_snapshot
+from firsttoken_runtime.engine.speculation import DraftFailed, Proposer, Speculation
 from firsttoken_runtime.engine.tables import PageTables
 from firsttoken_runtime.model.runner import Chunk
+from firsttoken_runtime.model.windows import Window, layer_windows, widest
 
 _log = logging.getLogger(__name__)
 FAILED_STEPS_IN_A_ROW = 3
+STALLED_STEPS = 100
 
 
 class EngineFailure(Exception):
@@ -46,36 +61,42 @@ class Engine:
         settings: EngineSettings,
         message: SwitchMessage,
         clock: Callable[[], int] = time.monotonic_ns,
+        draft: Proposer | None = None,
     ) -> None:
-        """clock: nanoseconds, the same clock as Request.arrival_ns."""
+        """clock: nanoseconds, the same clock as Request.arrival_ns. draft: the draft model, if any."""
         self._runner = runner
         self._settings = settings
         self._clock = clock
         self._capabilities = runner.capabilities()
+        self._speculation = Speculation(draft)
+        self._kv_table = settings.kv.model_table if settings.kv is not None else None
+        self._window: Window | None = None  # of the switch, as the runner has it
         self._snapshot = self._read(message)
-        self._tables = PageTables(
-            settings.total_pages,
-            settings.page_tokens,
-            self._snapshot.cache_pages,
-            self._snapshot.cache_enabled,
-        )
+        self._tables = self._new_tables()
         self._tell_runner()
         self._running: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
         self._pending: list[TokenEvent] = []
         self._measurements = Measurements(settings.prefill_tokens_per_second)
         self._limits = Limits(
-            settings.max_model_len, settings.total_pages, settings.page_tokens, settings.vocab_size
+            settings.max_model_len,
+            settings.total_pages,
+            settings.page_tokens,
+            settings.vocab_size,
+            widest(layer_windows(settings.layer_windows)),
         )
         self._seeds = random.Random(settings.seed)  # noqa: S311 - sampling, not secrets
         self._arrivals = 0
         self._failures = 0
+        self._expected_seconds: float | None = None
         self._draining = False
 
     # Requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises AdmissionError for what can never run, and when the queue is full.
+
+        constraint: of the request's grammar, where it has one.
 
         `max_tokens` beyond the model's length or the pool is cut to what fits; the request then ends with
         finish "length".
@@ -87,8 +108,8 @@ class Engine:
                 "duplicate_id", f"request id {request.id!r} is in use; give each its own", 409
             )
         max_tokens = check(request, self._limits)
-        self._check_queue()
         sequence = Sequence(request, self._arrivals, max_tokens, self._namespace(request))
+        self._check_load(sequence)
         self._arrivals += 1
         params = request.sampling
         sequence.seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -96,7 +117,7 @@ class Engine:
         sequence.stop_ids = frozenset((*params.stop_token_ids, *eos))
         if TokenCounts.needed(params):
             sequence.token_counts = TokenCounts(params, request.prompt)
-        self._tables.probe(sequence)
+        sequence.constraint = constraint
         self._waiting[request.id] = sequence
         self._measurements.arrived(sequence.prompt_len, len(self._running) + len(self._waiting))
 
@@ -129,7 +150,10 @@ class Engine:
         current = self._snapshot.message
         if message.generation <= current.generation:
             return message.generation == current.generation and message.to_json() == current.to_json()
-        self._snapshot = self._read(message)
+        self._speculation.retry()
+        before, self._snapshot = self._snapshot, self._read(message)
+        if (self._snapshot.kv_table, self._snapshot.window) != (before.kv_table, before.window):
+            self._start_over_on_new_pages()
         self._tables.tree.set_enabled(self._snapshot.cache_enabled)
         self._tables.tree.set_cap(self._snapshot.cache_pages)
         self._tell_runner()
@@ -146,7 +170,7 @@ class Engine:
     # The step
 
     def step(self) -> list[TokenEvent]:
-        """Schedule, compute, sample: at most one token per running sequence.
+        """Schedule, compute, sample: at most one token per sequence, and those proposed before it.
 
         When the runner raises, what was in prefill in this step ends with finish "error" (all of the step, if
         nothing was), and the others repeat their token in the next step: nothing they had computed is lost.
@@ -160,7 +184,8 @@ class Engine:
         settings = self._snapshot.for_step(self._measurements.load())
         state = State(self._running.values(), self._waiting.values(), self._tables)
         step = schedule(state, begin_ns, settings)
-        chunks, sampling = self._prepare(step, begin_ns)
+        proposals = self._propose(step)
+        chunks, sampling = self._prepare(step, proposals, begin_ns)
         measurements = self._measurements
         measurements.steps += 1
         if step.empty:
@@ -168,23 +193,39 @@ class Engine:
             return events
         measurements.steps_without_progress = 0
         model_begin_ns = self._clock()
+        self._expected_seconds = measurements.rate.seconds(sum(grant.tokens for grant in step.prefills))
+        for grant in step.prefills:
+            if grant.sequence.prefill_start_ns is None:
+                grant.sequence.prefill_start_ns = model_begin_ns
         try:
             logits = self._runner.run(chunks)
         except Exception as error:
             return events + self._fail(step, error)
         self._failures = 0
         model_end_ns = self._clock()
+        logits = self._score(step, chunks, logits, events)
         for sequence, chunk in zip(
             (*step.decodes, *(g.sequence for g in step.prefills)), chunks, strict=True
         ):
-            self._tables.commit(sequence, len(chunk.token_ids))
-        rows = [Row(s.request.sampling, s.seed, len(s.tokens), s.token_counts) for s in sampling]
+            # Proposals are committed one by one, as they turn out right.
+            proposed = len(proposals.get(sequence.number, ()))
+            self._tables.commit(sequence, len(chunk.token_ids) - proposed)
+        self._share(step, chunks, model_end_ns - model_begin_ns)
+        rows = [
+            Row(s.request.sampling, s.seed, len(s.tokens) + ahead, s.token_counts, _forbidden(s, ahead))
+            for s in sampling
+            for ahead in range(1 + len(proposals.get(s.number, ())))
+        ]
         sample_begin_ns = self._clock()
-        results = sample(logits, rows)
+        results = iter(sample(logits, rows))
         sampled_ns = self._clock()
-        for sequence, result in zip(sampling, results, strict=True):
-            events.append(self._take_token(sequence, result, model_end_ns, sampled_ns))
-        prefill_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(step.decodes)
+        for sequence in sampling:
+            guesses = proposals.get(sequence.number, [])
+            drawn = list(islice(results, 1 + len(guesses)))
+            events += self._take_tokens(sequence, drawn, guesses, model_end_ns, sampled_ns)
+        prefill_tokens = sum(len(chunk.token_ids) for chunk in chunks[len(step.decodes) :])
+        if not prefill_tokens:
+            self._speculation.stepped(len(rows), (self._clock() - begin_ns) / 1e9)
         measurements.stepped(
             self._clock() - begin_ns,
             model_end_ns - model_begin_ns,
@@ -193,7 +234,20 @@ class Engine:
         )
         return events
 
-    def _prepare(self, step: Step, now_ns: int) -> tuple[list[Chunk], list[Sequence]]:
+    def _propose(self, step: Step) -> dict[int, list[int]]:
+        """Proposals for the step's decodes, by Sequence.number."""
+        rate = self._measurements.prefill_tokens_per_second
+        try:
+            return self._speculation.propose(step, self._settings.page_tokens, 1 / rate if rate else 0.0)
+        except DraftFailed as error:
+            _log.error("%s; it is asked again after the next switches", error, exc_info=error.__cause__)
+            self._snapshot = self._read(self._snapshot.message)
+            self._tell_runner()
+            return {}
+
+    def _prepare(
+        self, step: Step, proposals: Mapping[int, list[int]], now_ns: int
+    ) -> tuple[list[Chunk], list[Sequence]]:
         """Put the step's decisions into effect on sequences and pages; returns chunks and who gets a token.
 
         Order matters: see `tables`.
@@ -205,28 +259,51 @@ class Engine:
             if grant.admitted:
                 self._admit(grant.sequence, now_ns)
         chunks = []
+        scoring = ScoreBudget()
         sampling = list(step.decodes)
         for sequence in step.decodes:
-            tables.grow(sequence, 1)
-            chunks.append(Chunk((sequence.tokens[-1],), sequence.computed, sequence.pages, True))
+            ids = (sequence.tokens[-1], *proposals.get(sequence.number, ()))
+            tables.grow(sequence, len(ids))
+            chunks.append(Chunk(ids, sequence.computed, sequence.pages, len(ids)))
         for grant in step.prefills:
             sequence = grant.sequence
             start = sequence.computed
-            tokens = sequence.tokens[start : start + grant.tokens]
+            most = scoring.most_tokens(sequence)
+            length = grant.tokens if most is None else min(grant.tokens, most)
+            tokens = sequence.tokens[start : start + length]
             tables.grow(sequence, len(tokens))
             last = start + len(tokens) == len(sequence.tokens)
-            chunks.append(Chunk(tokens, start, sequence.pages, last))
+            logits = scoring.take(sequence, start, start + len(tokens)) if most is not None else 0
+            chunks.append(Chunk(tokens, start, sequence.pages, max(logits, int(last))))
             if last:
                 sampling.append(sequence)
         return chunks, sampling
+
+    def _score(
+        self, step: Step, chunks: list[Chunk], logits: torch.Tensor, events: list[TokenEvent]
+    ) -> torch.Tensor:
+        """Tell the scores of prompt tokens; returns the rows to sample from."""
+        if not any(scored_tokens(grant.sequence) for grant in step.prefills):
+            return logits
+        row = sum(chunk.logits for chunk in chunks[: len(step.decodes)])
+        kept = list(range(row))
+        for grant, chunk in zip(step.prefills, chunks[len(step.decodes) :], strict=True):
+            sequence = grant.sequence
+            if scored_tokens(sequence):
+                found = score(sequence, chunk, logits[row : row + chunk.logits])
+                events.append(TokenEvent(sequence.id, NO_TOKEN, NOT_GENERATED, prompt=found))
+            row += chunk.logits
+            if chunk.end == len(sequence.tokens):
+                kept.append(row - 1)
+        return logits[kept]
 
     def _admit(self, sequence: Sequence, now_ns: int) -> None:
         del self._waiting[sequence.id]
         self._running[sequence.id] = sequence
         cached = self._tables.admit(sequence)
-        if sequence.prefill_start_ns is None:
+        if sequence.admitted_ns is None:
             # Only now: what a preempted sequence finds later are its own pages, not hits.
-            sequence.prefill_start_ns = now_ns
+            sequence.admitted_ns = now_ns
             sequence.cached_tokens = cached
             if self._snapshot.cache_enabled:
                 self._measurements.prefix_queries += sequence.prompt_len
@@ -237,10 +314,35 @@ class Engine:
         del self._running[sequence.id]
         self._waiting[sequence.id] = sequence
         sequence.preempted = True
+        sequence.preemptions += 1
         if sequence.waiting_since_ns is None:
             sequence.waiting_since_ns = now_ns
         self._measurements.preemptions += 1
         self._tables.probe(sequence)
+
+    def _take_tokens(
+        self,
+        sequence: Sequence,
+        drawn: list[Sampled],
+        proposed: list[int],
+        model_end_ns: int,
+        sampled_ns: int,
+    ) -> list[TokenEvent]:
+        """Tokens of one sequence, up to the first that its proposal missed."""
+        events = []
+        accepted = 0
+        for place, result in enumerate(drawn):
+            event = self._take_token(sequence, result, model_end_ns, sampled_ns)
+            events.append(event)
+            right = place < len(proposed) and result.token == proposed[place]
+            accepted += right
+            if not right or event.finish is not None:
+                break
+            self._tables.commit(sequence, 1)
+        if proposed:
+            self._tables.shrink(sequence)
+            self._speculation.judged(sequence, len(proposed), accepted)
+        return events
 
     def _take_token(
         self, sequence: Sequence, result: Sampled, model_end_ns: int, sampled_ns: int
@@ -248,6 +350,10 @@ class Engine:
         token = result.token
         if token is None:
             _log.error("request %s: the model gave no usable logits", sequence.id)
+            return self._end(sequence, Finish.ERROR)
+        constraint = sequence.constraint
+        if constraint is not None and token not in sequence.stop_ids and not constraint.accept(token):
+            _log.error("request %s: token %d is not in its grammar", sequence.id, token)
             return self._end(sequence, Finish.ERROR)
         sequence.tokens.append(token)
         sequence.preempted = False
@@ -258,8 +364,10 @@ class Engine:
             sequence.token_counts.add(token)
         self._measurements.generation_tokens += 1
         index = len(sequence.tokens) - sequence.prompt_len - 1
+        if index == 0:
+            sequence.prefill_end_ns = model_end_ns
         finish: Finish | None = None
-        if token in sequence.stop_ids:
+        if token in sequence.stop_ids or (constraint is not None and constraint.ended):
             finish = Finish.STOP
         elif index + 1 >= sequence.max_tokens:
             finish = Finish.LENGTH
@@ -267,6 +375,7 @@ class Engine:
             self._end(sequence, finish)
         if index > 0:
             return TokenEvent(sequence.id, token, index, result.logprob, result.top, finish)
+        self._measurements.first_token(sequence, sampled_ns)
         return TokenEvent(
             sequence.id,
             token,
@@ -274,23 +383,44 @@ class Engine:
             result.logprob,
             result.top,
             finish,
-            prefill_start_ns=sequence.prefill_start_ns,
-            prefill_end_ns=model_end_ns,
             sampled_ns=sampled_ns,
-            cached_tokens=sequence.cached_tokens,
+            **_account(sequence),
         )
+
+    def _share(self, step: Step, chunks: list[Chunk], model_ns: int) -> None:
+        """Divide the model's time among the prompts that have no token yet, by tokens, and learn from it."""
+        prefilled = chunks[len(step.decodes) :]
+        if not prefilled:
+            return
+        total = sum(len(chunk.token_ids) for chunk in chunks)
+        tokens = attended = end = 0
+        for grant, chunk in zip(step.prefills, prefilled, strict=True):
+            length = len(chunk.token_ids)
+            tokens += length
+            attended += pairs(chunk.start, length)
+            end = max(end, chunk.start + length)
+            sequence = grant.sequence
+            if not sequence.output_len:
+                sequence.computing_ns += model_ns * length // total
+                sequence.chunks += 1
+        costs = self._measurements.prefill_costs
+        costs.stepped(model_ns / 1e9, tokens, attended, len(step.decodes), end)
 
     def _end(self, sequence: Sequence, finish: Finish) -> TokenEvent:
         """Forget a sequence and free its pages; the event is for an end without a token."""
         self._tables.release(sequence)
         self._running.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
-        self._measurements.finished[finish.value] += 1
-        return TokenEvent(sequence.id, NO_TOKEN, sequence.output_len, finish=finish)
+        self._speculation.forget(sequence)
+        self._measurements.ended(sequence, finish.value, self._clock())
+        account = {} if sequence.output_len else _account(sequence)
+        return TokenEvent(sequence.id, NO_TOKEN, sequence.output_len, finish=finish, **account)
 
     def _fail(self, step: Step, error: Exception) -> list[TokenEvent]:
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         self._measurements.failed_steps += 1
+        for sequence in step.decodes:
+            self._tables.shrink(sequence)
         self._failures += not out_of_memory
         if self._failures >= FAILED_STEPS_IN_A_ROW:
             raise EngineFailure(
@@ -307,6 +437,22 @@ class Engine:
     def pages(self) -> dict[str, int]:
         """free, cached, locked, owned, total."""
         return self._tables.counts()
+
+    def kv(self) -> dict[str, Any]:
+        """How KV is stored now: precision, bytes per token, and the pool in pages and bytes."""
+        kv, table, pages = self._settings.kv, self._snapshot.kv_table, self._tables.total
+        if kv is None or table is None:
+            page_bytes = self._settings.page_bytes or 0
+            token_bytes = page_bytes // self._settings.page_tokens
+        else:
+            page_bytes, token_bytes = kv.shape.page_bytes(table), kv.shape.token_bytes(table)
+        return {
+            "precision": self._snapshot.kv_precision,
+            "bytes_per_token": token_bytes,
+            "pages": pages,
+            "tokens": pages * self._settings.page_tokens,
+            "pool_bytes": pages * page_bytes,
+        }
 
     def integrity(self) -> dict[str, Any]:
         """Recount every page; linear in pages and tokens."""
@@ -334,51 +480,163 @@ class Engine:
         """Load, counters and recent medians; cheap enough for every second.
 
         steps_without_progress: steps in a row that computed nothing although requests were there; more than 0
-        is a fault. kv_usage: part of the pool in use (locked and owned), 0 to 1.
+        is a fault. kv_usage: part of the pool in use (locked and owned), 0 to 1. kv_slots_unfilled: tokens
+        that would fit in pages which running sequences own, and are not there (yet): what paging wastes.
         """
         pages, tree = self.pages(), self._tables.tree
         settings = self._snapshot.for_step(self._measurements.load())
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
+            "stalled": self.stalled(),
             "kv_usage": (pages["locked"] + pages["owned"]) / pages["total"],
+            "kv_slots_unfilled": sum(
+                len(sequence.pages) * self._tables.page_tokens - sequence.computed
+                for sequence in self._running.values()
+            ),
             **self._measurements.to_json(),
+            **self._speculation.to_json(),
             "evictions": tree.evictions,
             "insertions": tree.insertions,
             "cache_cap_pages": tree.cap_pages,
             "max_sequences": settings.max_sequences,
             "max_batch_tokens": settings.max_batch_tokens,
             "step_prefill_tokens": settings.prefill_tokens,
+            "prefill_cost": self._measurements.prefill_costs.to_json(
+                self._snapshot.chunk_size if self._snapshot.continuous else None, self._settings.max_model_len
+            ),
         }
 
     def _read(self, message: SwitchMessage) -> Snapshot:
         settings = self._settings
         return read_snapshot(
-            message, settings.total_pages, settings.page_tokens, settings.page_bytes, self._capabilities
+            message,
+            settings.total_pages,
+            settings.page_tokens,
+            settings.page_bytes,
+            self._capabilities,
+            settings.kv,
+            self._speculation.obstacle,
+            settings.weights,
+            settings.layer_windows,
         )
 
     def _tell_runner(self) -> None:
         on = {state["name"] for state in self._snapshot.states if state["state"] == SwitchState.ON}
         self._runner.set_fused_kernels("fusedKernels" in on)
+        self._speculation.configure(self._snapshot.speculation, "fusedKernels" in on)
+
+    def _new_tables(self) -> PageTables:
+        """Empty tables for the pool as the snapshot has it laid out."""
+        snapshot = self._snapshot
+        if snapshot.kv_table is not None and snapshot.kv_table != self._kv_table:
+            self._runner.set_kv_table(snapshot.kv_table)
+            self._kv_table = snapshot.kv_table
+        windows = layer_windows(self._settings.layer_windows, snapshot.window)
+        if snapshot.window != self._window:
+            self._runner.set_windows(windows)
+            self._window = snapshot.window
+        return PageTables(
+            snapshot.total_pages,
+            snapshot.page_tokens,
+            snapshot.cache_pages,
+            snapshot.cache_enabled,
+            widest(windows),
+        )
+
+    def _start_over_on_new_pages(self) -> None:
+        """KV is of other precisions or of another window from now on: all of it is lost, and what runs is
+        computed again.
+
+        Nothing is lost besides: sequences keep their tokens, wait as preempted ones, which go first, and fit,
+        as limits are those of the model's precision, the one with the fewest pages, and of its own windows.
+        """
+        now_ns = self._clock()
+        for sequence in list(self._running.values()):
+            self._preempt(sequence, now_ns)
+        old = self._tables.tree
+        self._tables = self._new_tables()
+        self._tables.tree.evictions, self._tables.tree.insertions = old.evictions, old.insertions
+        for sequence in self._waiting.values():
+            sequence.namespace = self._namespace(sequence.request)
+            sequence.hit, sequence.hit_version = NO_HIT, -1
+        self._measurements.kv_changes += 1
 
     def _namespace(self, request: Request) -> Namespace:
-        return Namespace(self._settings.model, cache_salt=request.cache_salt)
+        snapshot = self._snapshot
+        return Namespace(self._settings.model, snapshot.kv_precision, snapshot.window, request.cache_salt)
 
-    def _check_queue(self) -> None:
-        places = max(self._snapshot.max_sequences - len(self._running), 0)
-        queued = len(self._waiting) - places
-        if queued < self._settings.max_queued:
-            return
-        left = sum(len(s.tokens) - s.hit.pages * self._tables.page_tokens for s in self._waiting.values())
-        rate = self._measurements.prefill_tokens_per_second
-        seconds = min(max(left / rate, 1.0), 60.0) if rate else 1.0
-        raise AdmissionError(
-            "queue_full",
-            f"{queued} requests with {left} tokens wait already, the limit is {self._settings.max_queued}; "
-            f"try again in {seconds:.0f} s",
-            429,
-            round(seconds, 1),
+    def expected_step_seconds(self) -> float | None:
+        """What the prompt tokens of the step under way, or the last one, take at the measured speed."""
+        return self._expected_seconds
+
+    def stalled(self) -> str | None:
+        """What is wrong when requests wait and the last STALLED_STEPS steps computed nothing; else None."""
+        steps = self._measurements.steps_without_progress
+        if steps < STALLED_STEPS or not self._waiting:
+            return None
+        first = next(iter(self._waiting.values()))
+        needs = self._tables.needs.needed(first)
+        return (
+            f"{len(self._waiting)} waiting, {len(self._running)} running, nothing computed for {steps} "
+            f"steps; {first.id} needs {needs} pages, "
+            f"{self._tables.available} of {self._tables.total} can be had"
         )
+
+    def _check_load(self, sequence: Sequence) -> None:
+        """Look its prefix up and predict its TTFT. Raises AdmissionError 429 when too much is here."""
+        snapshot, measurements = self._snapshot, self._measurements
+        now_ns = sequence.queued_ns = self._clock()
+        self._tables.probe(sequence)
+        if sequence.request.follows:
+            return
+        load = prediction.Load(
+            self._running.values(),
+            self._waiting.values(),
+            self._tables,
+            snapshot.for_step(measurements.load()),
+            measurements.rate,
+            measurements.prefill_costs.cost(),
+            measurements.stay_seconds,
+        )
+        most = self._settings.max_queued if snapshot.max_queued is None else snapshot.max_queued
+        try:
+            check_queue(load, most)
+            predicted = check_ttft(
+                sequence, load, snapshot.max_ttft_seconds, measurements.calibration, now_ns
+            )
+        except AdmissionError as error:
+            measurements.refused[error.code] += 1
+            raise
+        sequence.predicted_seconds = predicted.seconds if predicted is not None else None
+
+
+def _forbidden(sequence: Sequence, ahead: int) -> torch.Tensor | None:
+    """What cannot come `ahead` tokens after the next: outside the grammar, or a stop before min_tokens."""
+    early = sequence.output_len + ahead < sequence.request.sampling.min_tokens and bool(sequence.stop_ids)
+    constraint = sequence.constraint
+    if constraint is None:
+        return torch.tensor(sorted(sequence.stop_ids)) if early else None
+    forbidden = constraint.forbidden()
+    if not early:
+        return forbidden
+    later = forbidden.index_fill(0, torch.tensor(sorted(sequence.stop_ids)), True)
+    # A grammar that is at its end goes before min_tokens.
+    return forbidden if bool(later.all()) else later
+
+
+def _account(sequence: Sequence) -> dict[str, Any]:
+    """What a TokenEvent says of the way to the first token."""
+    return {
+        "queued_ns": sequence.queued_ns,
+        "admitted_ns": sequence.admitted_ns,
+        "prefill_start_ns": sequence.prefill_start_ns,
+        "prefill_end_ns": sequence.prefill_end_ns,
+        "computing_ns": sequence.computing_ns,
+        "chunks": sequence.chunks,
+        "preemptions": sequence.preemptions,
+        "cached_tokens": sequence.cached_tokens,
+    }
 
 
 def _running_state(sequence: Sequence) -> str:

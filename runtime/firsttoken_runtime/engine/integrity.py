@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from firsttoken_runtime.engine.page_needs import GIVEN_BACK, pages_for
 from firsttoken_runtime.engine.pages import Holder
 from firsttoken_runtime.engine.sequence import Sequence
 from firsttoken_runtime.engine.tables import PageTables
@@ -49,11 +50,29 @@ def _running(tables: PageTables, sequence: Sequence) -> Iterator[str]:
     if not 0 <= sequence.computed < len(sequence.tokens):
         yield f"{name}: {sequence.computed} tokens computed of {len(sequence.tokens)} known"
     covered = len(sequence.pages)
-    if not -(-sequence.computed // size) <= covered <= -(-len(sequence.tokens) // size):
+    if not pages_for(sequence.computed, size) <= covered <= pages_for(len(sequence.tokens), size):
         yield (
             f"{name}: {covered} pages of {size} tokens for {sequence.computed} computed and "
             f"{len(sequence.tokens)} known tokens"
         )
+    yield from _given_back(tables, sequence, handle.pages)
+
+
+def _given_back(tables: PageTables, sequence: Sequence, locked: int) -> Iterator[str]:
+    """Whether just the pages that no layer sees any more are given back, and it holds just what it needs."""
+    name, needs = f"sequence {sequence.id}", tables.needs
+    gone = needs.gone(sequence.computed)
+    places = list(range(needs.sinks, gone)) if locked <= max(needs.sinks, gone) else []
+    found = [place for place, page in enumerate(sequence.pages) if page == GIVEN_BACK]
+    if found != places or sequence.given_back != len(places):
+        yield (
+            f"{name}: pages {found} of its table are given back, {sequence.given_back} counted; "
+            f"it sees none of {places} any more"
+        )
+    if locked > needs.shareable:
+        yield f"{name}: {locked} pages in the tree, its window allows {needs.shareable}"
+    if sequence.held > needs.needed(sequence):
+        yield f"{name}: it holds {sequence.held} pages and needs {needs.needed(sequence)} at most"
 
 
 def _tree(tables: PageTables, running: Collection[Sequence]) -> Iterator[str]:
@@ -118,6 +137,8 @@ def _pool(tables: PageTables, running: Collection[Sequence]) -> Iterator[str]:
     for sequence in running:
         if sequence.handle is not None:
             for page in sequence.pages[sequence.handle.pages :]:
+                if page == GIVEN_BACK:
+                    continue
                 owned += 1
                 yield from put(page, f"sequence {sequence.id}", Holder.SEQUENCE)
     for page, where in places.items():

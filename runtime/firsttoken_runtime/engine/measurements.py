@@ -6,11 +6,13 @@ import statistics
 from collections import Counter, deque
 from typing import Any
 
+from firsttoken_runtime.engine.prediction import Calibration, PrefillRate
+from firsttoken_runtime.engine.prefill_cost import PrefillCosts
+from firsttoken_runtime.engine.sequence import Sequence
 from firsttoken_runtime.engine.snapshot import Load
 
 _RECENT_STEPS = 256
 _RECENT_PROMPTS = 1024
-_HALF_LIFE_TOKENS = 4096
 _NS_PER_MS = 1e6
 PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -23,11 +25,17 @@ class Measurements:
         self.steps_without_progress = 0
         self.failed_steps = 0
         self.preemptions = 0
+        self.kv_changes = 0  # changes of KV precision; each preempts everything that runs
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefill_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.rate = PrefillRate(prefill_tokens_per_second)
+        self.calibration = Calibration()
+        self.prefill_costs = PrefillCosts()
+        self.stay_seconds: float | None = None  # mean of recent sequences, from admission to the end
         self.prompt_histogram: Counter[str] = Counter()
         self._prompts: deque[int] = deque(maxlen=_RECENT_PROMPTS)
         self._prompt_sum = 0
@@ -35,12 +43,6 @@ class Measurements:
         self._overhead_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
         self._model_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
         self._sampling_ns: deque[int] = deque(maxlen=_RECENT_STEPS)
-        self._recent_tokens = 0.0
-        self._recent_seconds = 0.0
-        if prefill_tokens_per_second:
-            # Worth some hundred tokens: the first real steps soon weigh more.
-            self._recent_tokens = _HALF_LIFE_TOKENS / 16
-            self._recent_seconds = self._recent_tokens / prefill_tokens_per_second
 
     def arrived(self, prompt_tokens: int, sequences: int) -> None:
         """A request was taken; `sequences` run and wait now."""
@@ -59,14 +61,23 @@ class Measurements:
         self._sampling_ns.append(sampling_ns)
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
-            # Decays by tokens, not by steps: many tiny prompts say little about speed.
-            keep = 0.5 ** (prefill_tokens / _HALF_LIFE_TOKENS)
-            self._recent_tokens = self._recent_tokens * keep + prefill_tokens
-            self._recent_seconds = self._recent_seconds * keep + model_ns / 1e9
+            self.rate.learn(prefill_tokens, model_ns / 1e9)
+
+    def first_token(self, sequence: Sequence, now_ns: int) -> None:
+        """A request got its first token; how did the prediction turn out?"""
+        if sequence.predicted_seconds is not None:
+            self.calibration.learn(sequence.predicted_seconds, (now_ns - sequence.queued_ns) / 1e9)
+
+    def ended(self, sequence: Sequence, finish: str, now_ns: int) -> None:
+        """A request ended, for whatever reason, running or waiting."""
+        self.finished[finish] += 1
+        if sequence.prefill_start_ns is not None:
+            stay = (now_ns - sequence.prefill_start_ns) / 1e9
+            self.stay_seconds = stay if self.stay_seconds is None else 0.9 * self.stay_seconds + 0.1 * stay
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        return self._recent_tokens / self._recent_seconds if self._recent_seconds > 0 else None
+        return self.rate.tokens_per_second
 
     def load(self) -> Load:
         prompts = len(self._prompts)
@@ -82,15 +93,19 @@ class Measurements:
             "steps_without_progress": self.steps_without_progress,
             "failed_steps": self.failed_steps,
             "preemptions": self.preemptions,
+            "kv_changes": self.kv_changes,
             "prefix_cache_queries": self.prefix_queries,
             "prefix_cache_hits": self.prefix_hits,
             "prefill_tokens": self.prefill_tokens,
             "generation_tokens": self.generation_tokens,
             "finished": dict(self.finished),
+            "refused": dict(self.refused),
             "step_overhead_ms": _median_ms(self._overhead_ns),
             "step_model_ms": _median_ms(self._model_ns),
             "step_sampling_ms": _median_ms(self._sampling_ns),
             "prefill_tokens_per_second": round(rate, 1) if rate is not None else None,
+            "predicted_ttft": self.calibration.to_json(),
+            "stay_seconds": round(self.stay_seconds, 3) if self.stay_seconds is not None else None,
             "prompt_tokens": _quantiles(self._prompts),
             "prompt_tokens_histogram": {
                 bound: self.prompt_histogram[bound]

@@ -19,16 +19,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from firsttoken_runtime.engine.pages import Holder, PagePool
+from firsttoken_runtime.model.windows import Window
 
 PageKey = tuple[int, ...]
 
 
 class Namespace(NamedTuple):
-    """Everything besides the tokens that a page's KV depends on, and who may share it."""
+    """Everything besides the tokens that a page's KV depends on, and who may share it.
+
+    window: of the switch slidingWindow; the model's own windows do not change.
+    """
 
     model: str
     kv_precision: str = "model"
-    window: int = 0
+    window: Window | None = None
     cache_salt: str = ""
 
 
@@ -189,19 +193,24 @@ class PrefixTree:
         node = handle.node
         while node is not None:
             parent = node.parent
-            node.refs -= 1
-            node.last_used = self._tick
-            if node.refs == 0:
-                self.locked -= 1
-                self.cached += 1
-                if root.detached:
-                    self._remove(node)
-                elif not node.children:
-                    self._push(node)
+            self._unlock(node)
             node = parent
         root.handles -= 1
         self._forget(root)
         self._hold_cap()
+
+    def shorten(self, handle: PrefixHandle, pages: int) -> PrefixHandle:
+        """Unlock all but the first `pages` pages; the new handle locks those."""
+        self._tick += 1
+        node, root = handle.node, handle.root
+        for _ in range(handle.pages - pages):
+            if node is None:
+                break
+            parent = node.parent
+            self._unlock(node)
+            node = parent
+        self._hold_cap()
+        return PrefixHandle(root, node, min(pages, handle.pages))
 
     def releasable(self, handles: Sequence[PrefixHandle]) -> int:
         """Pages that nobody would use any more if exactly these handles were released."""
@@ -299,6 +308,18 @@ class PrefixTree:
             self.cached -= 1
             self.locked += 1
         node.refs += 1
+
+    def _unlock(self, node: Node) -> None:
+        """One user less; all pages behind it were unlocked before."""
+        node.refs -= 1
+        node.last_used = self._tick
+        if node.refs == 0:
+            self.locked -= 1
+            self.cached += 1
+            if node.root.detached:
+                self._remove(node)
+            elif not node.children:
+                self._push(node)
 
     def _remove(self, node: Node) -> None:
         """Take an unused leaf out of the tree; its page becomes free."""

@@ -25,15 +25,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 from firsttoken_api.quantity import QuantityError, parse_bytes
 from firsttoken_api.switches import SwitchMessage, parse_message
 from firsttoken_runtime import ipc, memory
+from firsttoken_runtime.engine.pulse import Pulse
 from firsttoken_runtime.engine.requests import AdmissionError, Request, TokenEvent
 from firsttoken_runtime.switches import answered
 
 if TYPE_CHECKING:
+    from firsttoken_runtime.engine.grammar import Constraint, Grammars
     from firsttoken_runtime.model.config import ModelConfig
     from firsttoken_runtime.model.runner import ModelRunner
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
+# How often an idle loop looks whether a grammar is ready.
+_COMPILING_SECONDS = 0.002
+# How long a loop waits between two steps that compute nothing although requests are there.
+_STALLED_SECONDS = 0.05
 EXIT_USER_ERROR = 2
 EXIT_INTERNAL = 1
 _WARM_UP_TOKENS = 64
@@ -43,17 +49,20 @@ _PR_SET_PDEATHSIG = 1
 class EngineLike(Protocol):
     """What the loop needs of `engine.Engine`."""
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request, constraint: Constraint | None = None) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def set_switches(self, message: SwitchMessage) -> bool: ...
     def step(self) -> list[TokenEvent]: ...
     def has_work(self) -> bool: ...
     def switch_states(self) -> list[dict[str, Any]]: ...
     def pages(self) -> dict[str, int]: ...
+    def kv(self) -> dict[str, Any]: ...
     def integrity(self) -> dict[str, Any]: ...
     def requests(self) -> list[dict[str, Any]]: ...
     def stats(self) -> dict[str, Any]: ...
     def flush_prefix_cache(self) -> None: ...
+    def expected_step_seconds(self) -> float | None: ...
+    def stalled(self) -> str | None: ...
 
 
 class UserError(Exception):
@@ -62,6 +71,9 @@ class UserError(Exception):
 
 class EngineLoop:
     """Commands between steps, one step at a time, a heartbeat every second that a step does not fill.
+
+    Beside it a thread says how long the step has been running (`pulse`). Where requests wait and no step
+    takes any of them, which is a fault, it says so in the log and goes on slowly.
 
     A switch message is taken between two steps, so its reply is sent when it is in force.
     """
@@ -72,39 +84,76 @@ class EngineLoop:
         engine: EngineLike,
         message: SwitchMessage,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
+        memory_used: Callable[[], dict[str, int]] = dict,
     ) -> None:
+        """grammars: None where answers cannot be constrained. memory_used: bytes by purpose."""
         self._channel = channel
+        self._grammars = grammars
+        self._memory_used = memory_used
         self._engine = engine
         self._message = message
         self._clock = clock
         self._heartbeat_due = 0.0
+        self._busy_since: float | None = None
+        self._stalled: str | None = None
         self._steps = self._steps_checked = 0
         self._integrity_problems = 0
 
     def state(self) -> dict[str, Any]:
-        """Generation, switches and pages as in the state JSON."""
+        """Generation, switches, pages, KV and memory as in the state JSON."""
         return {
             "generation": self._message.generation,
             "switches": answered(self._engine.switch_states(), self._message),
             "pages": self._engine.pages(),
+            "kv": self._engine.kv(),
+            "memory": self._memory_used(),
         }
 
     def run(self) -> None:
         """Until Shutdown. Raises ipc.ChannelClosed when the API process has ended."""
+        with Pulse(self._channel, self._pulse):
+            self._run()
+
+    def _run(self) -> None:
         while True:
             idle_seconds = 0.0 if self._engine.has_work() else max(self._heartbeat_due - self._clock(), 0.0)
-            for command in self._channel.receive(idle_seconds):
+            grammars = self._grammars
+            if grammars is not None and grammars.pending:
+                idle_seconds = min(idle_seconds, _COMPILING_SECONDS)
+            if self._stalled is not None:
+                idle_seconds = _STALLED_SECONDS
+            self._busy_since = None
+            commands = self._channel.receive(idle_seconds)
+            self._busy_since = self._clock()
+            for command in commands:
                 if isinstance(command, ipc.Shutdown):
                     return
                 self._do(command)
+            if grammars is not None and grammars.pending:
+                self._add_compiled(grammars)
             if self._engine.has_work():
                 self._steps += 1
                 tokens = [_token(event) for event in self._engine.step()]
                 if tokens:
                     self._channel.send(ipc.Tokens(tokens))
+                self._look_for_a_stall()
             if self._clock() >= self._heartbeat_due:
                 self._channel.send(self._heartbeat())
                 self._heartbeat_due = self._clock() + HEARTBEAT_SECONDS
+
+    def _pulse(self) -> ipc.Pulse:
+        since = self._busy_since
+        if since is None:
+            return ipc.Pulse()
+        return ipc.Pulse(max(self._clock() - since, 0.0), self._engine.expected_step_seconds())
+
+    def _look_for_a_stall(self) -> None:
+        before, self._stalled = self._stalled, self._engine.stalled()
+        if (before is None) == (self._stalled is None):
+            return
+        _log.error("the engine is stuck: %s", self._stalled or "no more, requests are computed again")
+        self._heartbeat_due = 0.0  # the API process should know now
 
     def _heartbeat(self) -> ipc.Heartbeat:
         """State and statistics; every page is recounted when the engine is idle after it has worked."""
@@ -121,8 +170,12 @@ class EngineLoop:
         match command:
             case ipc.Add(request):
                 self._add(request)
+            case ipc.Vocabulary(tokens):
+                if self._grammars is not None:
+                    self._grammars.set_vocabulary(tokens)
             case ipc.Abort(request_id):
-                self._engine.abort(request_id)
+                if self._grammars is None or not self._grammars.cancel(request_id):
+                    self._engine.abort(request_id)
             case ipc.SetSwitches(id, body):
                 message = parse_message(body, ignore_unknown=True)
                 taken = self._engine.set_switches(message)
@@ -142,10 +195,28 @@ class EngineLoop:
 
     def _add(self, request: Request) -> None:
         try:
-            self._engine.add(request)
+            if request.sampling.grammar is None:
+                self._engine.add(request)
+            elif self._grammars is None:
+                raise AdmissionError("invalid_grammar", "this engine cannot keep to an output format", 400)
+            else:
+                self._grammars.begin(request)  # it joins the queue in `_add_compiled`
         except AdmissionError as error:
-            refused = ipc.Refused(request.id, error.code, str(error), error.status, error.retry_after_seconds)
-            self._channel.send(refused)
+            self._refuse(request, error)
+
+    def _add_compiled(self, grammars: Grammars) -> None:
+        for request, outcome in grammars.finished():
+            try:
+                if isinstance(outcome, AdmissionError):
+                    raise outcome
+                self._engine.add(request, outcome)
+            except AdmissionError as error:
+                self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: AdmissionError) -> None:
+        self._channel.send(
+            ipc.Refused(request.id, error.code, str(error), error.status, error.retry_after_seconds)
+        )
 
 
 def log_unknown(message: SwitchMessage) -> None:
@@ -166,6 +237,12 @@ def _token(event: TokenEvent) -> ipc.Token:
         prefill_end_ns=event.prefill_end_ns or 0,
         sampled_ns=event.sampled_ns or 0,
         cached_tokens=event.cached_tokens or 0,
+        prompt=event.prompt,
+        queued_ns=event.queued_ns or 0,
+        admitted_ns=event.admitted_ns or 0,
+        computing_ns=event.computing_ns,
+        chunks=event.chunks,
+        preemptions=event.preemptions,
     )
 
 
@@ -174,11 +251,14 @@ class Loaded:
     """An engine that can take requests, and what it says of itself."""
 
     engine: EngineLike
+    grammars: Grammars
     max_model_len: int
     pool: memory.Pool
     device: str
     dtype: str
     architecture: str
+    memory_used: Callable[[], dict[str, int]]
+    window: int = 0
 
 
 def load(start: ipc.Start, message: SwitchMessage, phase: Callable[[str], None]) -> Loaded:
@@ -200,21 +280,39 @@ def load(start: ipc.Start, message: SwitchMessage, phase: Callable[[str], None])
     phase(f"torch {torch.__version__.partition('+')[0]}, {threads} CPU threads")
 
     from firsttoken_runtime.engine.engine import Engine, EngineSettings
+    from firsttoken_runtime.engine.grammar import Grammars
+    from firsttoken_runtime.engine.page_needs import PageNeeds
+    from firsttoken_runtime.engine.weights import LoadedWeights, asks_for_int8
     from firsttoken_runtime.kernels.dispatch import FusedKernelsUnavailable
+    from firsttoken_runtime.model.footprint import weight_bytes
+    from firsttoken_runtime.model.gguf import close_files
+    from firsttoken_runtime.model.int8 import int8_obstacle
     from firsttoken_runtime.model.load import kv_bytes_per_token, load_model, resolve_device, resolve_dtype
     from firsttoken_runtime.model.runner import ModelRunner
+    from firsttoken_runtime.model.windows import layer_windows, widest
 
     device = resolve_device(start.device)
     dtype = resolve_dtype(start.dtype, device)
     token_bytes = kv_bytes_per_token(config, dtype)
+    draft_config = None
+    if start.draft_model:
+        from firsttoken_runtime.engine.draft_load import check_draft, load_draft
+
+        draft_config = check_draft(start.draft_model, start.model)
     # A size that was given is checked before gigabytes are read; `auto` depends on what the weights leave.
     given = None if start.kv_memory == "auto" else parse_bytes(start.kv_memory)
     if given is not None:
         memory.pool(given, start.page_tokens, token_bytes)
         _must_be_there(device.type, given)
-    model = load_model(start.model, device, dtype)
+    obstacle = int8_obstacle(device, dtype)
+    int8 = obstacle is None and asks_for_int8(message.switches["weightQuantization"])
+    on_cpu = device.type == "cpu"
+    resident = memory.resident_bytes if on_cpu else torch.cuda.memory_reserved
+    libraries_bytes = resident()
+    model = load_model(start.model, device, dtype, int8)
     dtype_name = str(dtype).removeprefix("torch.")
-    phase(f"weights: {config.architecture}, {config.layers} layers, {dtype_name} on {device}")
+    held = "int8, computed in " if int8 else ""
+    phase(f"weights: {config.architecture}, {config.layers} layers, {held}{dtype_name} on {device}")
 
     kv_bytes = given or _auto_kv_bytes(device.type, token_bytes, max_model_len)
     pool = memory.pool(kv_bytes, start.page_tokens, token_bytes)
@@ -226,9 +324,19 @@ def load(start: ipc.Start, message: SwitchMessage, phase: Callable[[str], None])
             runner.require_fused_kernels()
         except FusedKernelsUnavailable as error:
             raise UserError(str(error)) from None
-    less = f", less than one sequence of {max_model_len:,}" if pool.tokens < max_model_len else ""
+    window = widest(layer_windows(config.layer_windows))
+    fits = PageNeeds.of(pool.page_tokens, pool.pages, window).longest >= max_model_len
+    less = "" if fits else f", less than one sequence of {max_model_len:,}"
     phase(pool.describe() + less)
+    draft, draft_bytes = None, 0
+    if start.draft_model and draft_config:
+        before = resident()
+        draft, line = load_draft(start.draft_model, draft_config, config, device, dtype, pool)
+        draft_bytes = max(resident() - before, 0)
+        phase(line)
 
+    close_files()
+    memory.give_back_freed()
     settings = EngineSettings(
         total_pages=pool.pages,
         page_tokens=pool.page_tokens,
@@ -240,10 +348,25 @@ def load(start: ipc.Start, message: SwitchMessage, phase: Callable[[str], None])
         model=start.model,
         seed=start.seed,
         prefill_tokens_per_second=_warm_up(runner, pool),
+        kv=runner.kv,
+        weights=LoadedWeights(int8, obstacle),
+        layer_windows=config.layer_windows,
     )
-    engine = Engine(runner, settings, message)
+    engine = Engine(runner, settings, message, draft=draft)
     phase(f"warm-up: prefill {settings.prefill_tokens_per_second:,.0f} tokens/s")
-    return Loaded(engine, max_model_len, pool, str(device), dtype_name, config.architecture)
+    grammars = Grammars(config.vocab_size, config.eos_token_ids)
+    accounting = memory.Accounting(libraries_bytes, weight_bytes(model), pool.bytes, draft_bytes)
+    return Loaded(
+        engine,
+        grammars,
+        max_model_len,
+        pool,
+        str(device),
+        dtype_name,
+        config.architecture,
+        lambda: accounting.to_json(resident()),
+        window.tokens if window is not None else 0,
+    )
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:
@@ -278,9 +401,9 @@ def _warm_up(runner: ModelRunner, pool: memory.Pool) -> float:
 
     length = min(_WARM_UP_TOKENS, pool.tokens - 1)
     pages = list(range(-(-(length + 1) // pool.page_tokens)))
-    prefill = [Chunk(token_ids=[0] * length, start=0, pages=pages, sample=True)]
+    prefill = [Chunk(token_ids=[0] * length, start=0, pages=pages, logits=1)]
     runner.run(prefill)
-    runner.run([Chunk(token_ids=[0], start=length, pages=pages, sample=True)])
+    runner.run([Chunk(token_ids=[0], start=length, pages=pages, logits=1)])
     begin = time.monotonic()
     # Reading a number waits for the device.
     runner.run(prefill)[0, 0].item()
@@ -327,7 +450,9 @@ def _serve(channel: ipc.Channel, started_ns: int | None) -> int:
             mark = now
 
         loaded = load(start, message, phase)
-        loop = EngineLoop(channel, loaded.engine, message)
+        loop = EngineLoop(
+            channel, loaded.engine, message, grammars=loaded.grammars, memory_used=loaded.memory_used
+        )
         channel.send(_ready(loaded, loop.state()))
         # The model and the libraries live as long as the process: no collection need look at them.
         gc.collect()
@@ -366,6 +491,7 @@ def _ready(loaded: Loaded, state: dict[str, Any]) -> ipc.Ready:
         architecture=loaded.architecture,
         state=state,
         stats=loaded.engine.stats(),
+        window=loaded.window,
     )
 
 

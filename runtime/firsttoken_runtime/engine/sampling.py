@@ -1,9 +1,9 @@
 """From logits to tokens.
 
-Order: logit bias, penalties, temperature, top-k, top-p (of what top-k left), min-p. Log probabilities are the
-model's own, of the logits as they came, so that they compare between requests. A draw needs one uniform
-number, made from the request's seed and the token's position alone: what else is in the batch, preemption and
-chunking do not change it.
+Order: logit bias, penalties, what is forbidden, temperature, top-k, top-p (of what top-k left), min-p. Log
+probabilities are the model's own, of the logits as they came, so that they compare between requests. A draw
+needs one uniform number, made from the request's seed and the token's position alone: what else is in the
+batch, preemption and chunking do not change it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from firsttoken_runtime.engine.draws import draw_plain, draw_truncated
 from firsttoken_runtime.engine.requests import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -24,12 +25,17 @@ _TRUNCATION_WIDTHS = (256, 4096, sys.maxsize)  # tokens sorted where top-k, top-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What picking one token takes. position: of the token to pick, in the whole sequence."""
+    """What picking one token takes.
+
+    position: of the token to pick, in the whole sequence. forbidden: token ids, or bool [vocab], that cannot
+    come here.
+    """
 
     params: SamplingParams
     seed: int
     position: int
     counts: TokenCounts | None = None
+    forbidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +117,15 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
     if not rows:
         return []
     logprobs = _logprobs_wanted(logits, rows)
-    adjusted = [i for i, row in enumerate(rows) if row.counts is not None]
+    adjusted = [i for i, row in enumerate(rows) if row.counts is not None or row.forbidden is not None]
     if adjusted:
         logits = logits.clone()
         for i in adjusted:
             counts = rows[i].counts
             if counts is not None:
                 counts.apply(logits[i])
+            if (forbidden := rows[i].forbidden) is not None:
+                _forbid(logits[i], forbidden.to(logits.device))
     chosen, best = _greedy(logits)
     usable = [math.isfinite(value) for value in best]
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and usable[i]]
@@ -140,6 +148,13 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
     ]
 
 
+def _forbid(row: torch.Tensor, forbidden: torch.Tensor) -> None:
+    if forbidden.dtype == torch.bool:
+        row.masked_fill_(forbidden, float("-inf"))
+    else:
+        row.index_fill_(0, forbidden, float("-inf"))
+
+
 def _greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     """First place of the largest logit of each row, and the logit; a NaN counts as largest."""
     if logits.device.type == "cpu":
@@ -157,6 +172,8 @@ def _truncated(params: SamplingParams) -> bool:
 def _draw_plain(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """Temperature only: inverse of the distribution function, in the order of token ids."""
     weights = _weights(logits, rows)
+    if weights.device.type == "cpu":
+        return draw_plain(weights.numpy(), _numbers(rows))
     return _invert(weights.double().cumsum(-1), rows)
 
 
@@ -167,6 +184,13 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     and in which order, depends on its width and so on the other rows.
     """
     weights = _weights(logits, rows)
+    if weights.device.type == "cpu":
+        return draw_truncated(weights.numpy(), [row.params for row in rows], _numbers(rows))
+    return _draw_sorted(weights, rows)
+
+
+def _draw_sorted(weights: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """`draw_truncated` for a device that sorts faster than it could hand the weights over."""
     everything = weights.double().sum(-1).tolist()
     chosen: dict[int, int] = {}
     undecided = list(range(len(rows)))
@@ -228,9 +252,13 @@ def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return shifted.div_(temperatures.clamp_min(1e-5).unsqueeze(-1)).exp_()
 
 
+def _numbers(rows: Sequence[Row]) -> list[float]:
+    return [uniform(row.seed, row.position) for row in rows]
+
+
 def _invert(sums: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """Place of each row's uniform number in the running sums float64 [rows, n]."""
-    numbers = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64)
+    numbers = torch.tensor(_numbers(rows), dtype=torch.float64)
     marks = numbers.to(sums.device).unsqueeze(-1) * sums[:, -1:]
     # right: a token of weight zero is never picked, also when the number is 0
     places = torch.searchsorted(sums, marks, right=True).squeeze(-1)

@@ -9,7 +9,9 @@ from firsttoken_runtime.engine.prefix import NO_HIT, Hit, Namespace, PageKey, Pr
 from firsttoken_runtime.engine.requests import Request
 
 if TYPE_CHECKING:
+    from firsttoken_runtime.engine.grammar import Constraint
     from firsttoken_runtime.engine.sampling import TokenCounts
+    from firsttoken_runtime.engine.speculation import Track
 
 
 class Sequence:
@@ -18,11 +20,18 @@ class Sequence:
     tokens:  |────────── prompt ──────────|── output ──|
              |───── computed ─────|── left to compute ─|        left is 1 while it decodes
     pages:   |─ the tree's (locked by handle) ─|─ owned ─|      together they cover computed tokens or more
+
+    Behind the windows of all layers, `given_back` places after the sinks' pages hold none (page_needs.py).
     """
 
     __slots__ = (
+        "admitted_ns",
         "cached_tokens",
+        "chunks",
         "computed",
+        "computing_ns",
+        "constraint",
+        "given_back",
         "handle",
         "hit",
         "hit_version",
@@ -30,11 +39,18 @@ class Sequence:
         "namespace",
         "number",
         "pages",
+        "predicted_seconds",
         "preempted",
+        "preemptions",
+        "prefill_end_ns",
         "prefill_start_ns",
         "prompt_len",
+        "queued_ns",
         "request",
+        "scored",
         "seed",
+        "shared",
+        "speculation",
         "stop_ids",
         "token_counts",
         "tokens",
@@ -51,6 +67,7 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.computed = 0
         self.pages: list[int] = []
+        self.given_back = 0
         self.handle: PrefixHandle | None = None  # None: not running, has no pages
         self.cached_tokens = 0  # prompt tokens found in the cache when it was first admitted
         self.hit: Hit = NO_HIT  # what the last look-up found …
@@ -59,10 +76,22 @@ class Sequence:
         # Waiting is all time without the next token in sight: in the queue and in prefill.
         self.waiting_since_ns: int | None = request.arrival_ns
         self.waited_ns = 0
+        # The account of its first token; see `requests.TokenEvent`.
+        self.admitted_ns: int | None = None
         self.prefill_start_ns: int | None = None
+        self.prefill_end_ns: int | None = None
+        self.computing_ns = 0
+        self.chunks = 0
+        self.preemptions = 0
+        self.queued_ns = request.arrival_ns  # when the engine took it
+        self.predicted_seconds: float | None = None  # from then to the first token, as it was predicted
+        self.shared = (-1, 0)  # number of the sequence looked at last, and prompt tokens in common with it
         self.seed = 0
         self.stop_ids: frozenset[int] = frozenset()
         self.token_counts: TokenCounts | None = None
+        self.constraint: Constraint | None = None
+        self.speculation: Track | None = None
+        self.scored = 0  # prompt tokens whose scores were told, where they are wanted
 
     @property
     def id(self) -> str:
@@ -71,6 +100,11 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def held(self) -> int:
+        """Pages that it has, the tree's included."""
+        return len(self.pages) - self.given_back
 
     @property
     def left(self) -> int:

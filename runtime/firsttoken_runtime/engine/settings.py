@@ -8,7 +8,10 @@ from typing import Protocol
 
 import torch
 
+from firsttoken_runtime.engine.weights import LoadedWeights
+from firsttoken_runtime.model.kv_pool import KvBudget, KvTable
 from firsttoken_runtime.model.runner import Chunk
+from firsttoken_runtime.model.windows import LayerWindows
 
 
 class Runner(Protocol):
@@ -17,6 +20,8 @@ class Runner(Protocol):
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor: ...
     def capabilities(self) -> dict[str, str | None]: ...
     def set_fused_kernels(self, allowed: bool) -> None: ...
+    def set_kv_table(self, table: KvTable) -> int: ...
+    def set_windows(self, windows: LayerWindows) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,10 @@ class EngineSettings:
     all layers, for prefix cache caps in bytes. model: what cached pages depend on besides tokens (name,
     revision). seed: of the seeds drawn for requests without one; None draws them from the system.
     prefill_tokens_per_second: measured at warm-up, so that the first steps have a good size already.
+    kv: the runner's, for kvQuantization; None cannot quantize. total_pages and page_bytes are those at the
+    model's precision, the fewest that the pool ever has. weights: what they were loaded in; None where that
+    cannot be chosen. layer_windows: of the model, as in ModelConfig; none listed are not known, and then
+    slidingWindow is not possible.
     """
 
     total_pages: int
@@ -40,3 +49,6 @@ class EngineSettings:
     model: str = ""
     seed: int | None = None
     prefill_tokens_per_second: float | None = None
+    kv: KvBudget | None = None
+    weights: LoadedWeights | None = None
+    layer_windows: tuple[int | None, ...] = ()

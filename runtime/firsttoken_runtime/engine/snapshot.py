@@ -6,23 +6,27 @@ depends on it a field to `prefix.Namespace`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from firsttoken_api.optimizations import CATALOGUE
 from firsttoken_api.quantity import parse_memory_cap
-from firsttoken_api.switches import Cause, Setting, State, SwitchMessage
+from firsttoken_api.switches import Setting, State, SwitchMessage
+from firsttoken_runtime.engine.kv_table import KvTableError, read_table
+from firsttoken_runtime.engine.page_needs import PageNeeds, least_pages
 from firsttoken_runtime.engine.scheduler import ScheduleSettings
+from firsttoken_runtime.engine.speculation import Method, SpeculationSettings
+from firsttoken_runtime.engine.switch_state import NOT_IN_BUILD, switch_state
+from firsttoken_runtime.engine.weights import STAY, LoadedWeights
+from firsttoken_runtime.model.kv_pool import KvBudget, KvPrecision, KvTable, describe
+from firsttoken_runtime.model.windows import Window, layer_windows, widest
 
-NOT_IN_BUILD = "not in this build"
 _NEEDS_CONTINUOUS = "static batches take whole prompts, first come first served; switch continuousBatching on"
 # Implemented by the engine itself; the others are possible when the runner says so.
-_ENGINE = frozenset({"continuousBatching", "prefixCache", "chunkedPrefill", "priorityScheduling"})
-_REASONS = {
-    Cause.KILLED: "taken back by the kill switch",
-    Cause.ROLLED_BACK: "taken back by spec.rollback",
-}
+_ENGINE = frozenset(
+    {"continuousBatching", "prefixCache", "chunkedPrefill", "priorityScheduling", "speculativeDecoding"}
+)
 
 MOST_SEQUENCES = 256
 _PAGES_PER_SEQUENCE = 4
@@ -51,7 +55,11 @@ class Snapshot:
     """Everything a step reads of the switches.
 
     cache_pages: cap of the prefix cache. max_batch_tokens and chunk_size as in ScheduleSettings.
-    states: one entry per optimization, in catalogue order.
+    max_queued: None is the start-up option's. max_ttft_seconds: None is no limit. Both hold with every
+    optimization off, too: they protect the server, and make nothing faster.
+    states: one entry per optimization, in catalogue order. kv_table: None where it cannot be changed.
+    total_pages: of the pool with this table. speculation: None when it is off. window: of slidingWindow; None
+    when it is off.
     """
 
     message: SwitchMessage
@@ -66,7 +74,17 @@ class Snapshot:
     by_priority: bool
     ageing_tokens_per_second: float
     max_wait_ns: int
+    max_queued: int | None
+    max_ttft_seconds: float | None
     states: tuple[dict[str, Any], ...]
+    kv_table: KvTable | None = None
+    speculation: SpeculationSettings | None = None
+    window: Window | None = None
+
+    @property
+    def kv_precision(self) -> str:
+        """In words; different for different tables."""
+        return describe(self.kv_table) if self.kv_table is not None else KvPrecision.MODEL.value
 
     def for_step(self, load: Load) -> ScheduleSettings:
         """The schedule settings of one step under the measured load."""
@@ -81,6 +99,7 @@ class Snapshot:
             by_priority=self.by_priority,
             ageing_tokens_per_second=self.ageing_tokens_per_second,
             max_wait_ns=self.max_wait_ns,
+            share_prefixes=self.cache_enabled and self.continuous,
         )
 
 
@@ -114,18 +133,42 @@ def read_snapshot(
     page_tokens: int,
     page_bytes: int | None,
     capabilities: Mapping[str, str | None],
+    kv: KvBudget | None = None,
+    draft_obstacle: str | None = None,
+    weights: LoadedWeights | None = None,
+    windows: Sequence[int | None] = (),
 ) -> Snapshot:
-    """Read a switch message for a pool of `total_pages` pages.
+    """Read a switch message for a pool of `total_pages` pages, more where it quantizes KV.
 
     page_bytes: of one page over all layers; None when unknown, then a prefix cache capped in bytes is
-    inactive. capabilities: of the runner, optimization name to None or the reason it is not possible. Never
-    fails on what is not possible: it is reported inactive.
+    inactive. capabilities: of the runner, optimization name to None or the reason it is not possible. kv:
+    None cannot be quantized. draft_obstacle: why no draft model can propose, or None. weights: what
+    the weights are held in, None when weightQuantization is not possible. windows: of the
+    model's layers. Never fails on what is not possible: it is reported inactive.
     """
     settings = message.switches
+    hindrance = capabilities.get("kvQuantization")
+    kv_table, hindrance = _kv_table(settings["kvQuantization"], kv, hindrance)
+    window = _window(settings["slidingWindow"])
+    weights = weights or LoadedWeights()
+    capabilities = {
+        **capabilities,
+        "kvQuantization": hindrance,
+        "weightQuantization": weights.hindrance(settings["weightQuantization"]),
+        "slidingWindow": capabilities.get("slidingWindow")
+        or _window_hindrance(window, windows, total_pages, page_tokens),
+    }
+    if kv is not None and kv_table is not None:
+        total_pages, page_bytes = kv.pages_at(kv_table), kv.shape.page_bytes(kv_table)
     continuous = settings["continuousBatching"].enabled
     states = tuple(
         switch_state(
-            entry.name, settings[entry.name], _hindrance(entry.name, settings, page_bytes, capabilities)
+            entry.name,
+            settings[entry.name],
+            _hindrance(entry.name, settings, page_bytes, capabilities, draft_obstacle),
+            in_use=STAY
+            if entry.name == "weightQuantization" and weights.outlives(settings[entry.name])
+            else None,
         )
         for entry in CATALOGUE
     )
@@ -134,7 +177,9 @@ def read_snapshot(
     priority = settings["priorityScheduling"].parameters
     max_sequences = batching["maxSequences"]
     max_batch_tokens = batching["maxBatchTokens"]
+    max_queued = batching["maxQueued"]
     cap = settings["prefixCache"].parameters["maxMemory"]
+    speculation = settings["speculativeDecoding"].parameters
     return Snapshot(
         message=message,
         total_pages=total_pages,
@@ -150,23 +195,15 @@ def read_snapshot(
         by_priority="priorityScheduling" in on,
         ageing_tokens_per_second=float(priority["ageingTokensPerSecond"]),
         max_wait_ns=int(float(priority["maxWaitSeconds"]) * 1e9),
+        max_queued=None if max_queued == "auto" else int(max_queued),
+        max_ttft_seconds=float(batching["maxTtftSeconds"]) or None,
+        speculation=SpeculationSettings(Method(speculation["method"]), int(speculation["tokens"]))
+        if "speculativeDecoding" in on
+        else None,
         states=states,
+        kv_table=kv_table,
+        window=window if "slidingWindow" in on else None,
     )
-
-
-def switch_state(name: str, setting: Setting, hindrance: str | None) -> dict[str, Any]:
-    """What is answered for one switch. hindrance: why it cannot be on, or None."""
-    reason = ""
-    if setting.cause is not None:
-        state = State(setting.cause.value)
-        reason = _REASONS[setting.cause]
-    elif not setting.enabled:
-        state = State.OFF
-    elif hindrance is not None:
-        state, reason = State.INACTIVE, hindrance
-    else:
-        state = State.ON
-    return {"name": name, "state": state.value, "reason": reason, "parameters": dict(setting.parameters)}
 
 
 def _hindrance(
@@ -174,17 +211,58 @@ def _hindrance(
     settings: Mapping[str, Setting],
     page_bytes: int | None,
     capabilities: Mapping[str, str | None],
+    draft_obstacle: str | None,
 ) -> str | None:
     """Why a switch cannot be on, or None."""
     if name not in _ENGINE:
         return capabilities.get(name, NOT_IN_BUILD)
     if name in ("chunkedPrefill", "priorityScheduling") and not settings["continuousBatching"].enabled:
         return _NEEDS_CONTINUOUS
+    if name == "speculativeDecoding" and settings[name].parameters["method"] == Method.DRAFT:
+        return draft_obstacle
     if name == "prefixCache" and page_bytes is None:
         cap = settings[name].parameters["maxMemory"]
         if not str(cap).endswith("%"):
             return f"maxMemory {cap}: this engine does not know the size of its pages; write a per cent"
     return None
+
+
+def _window(setting: Setting) -> Window:
+    return Window(int(setting.parameters["window"]), int(setting.parameters["sinkTokens"]))
+
+
+def _window_hindrance(
+    window: Window, own: Sequence[int | None], total_pages: int, page_tokens: int
+) -> str | None:
+    """Why the layers cannot see so much and no more, or None. total_pages: the fewest the pool ever has."""
+    if not own:
+        return NOT_IN_BUILD
+    before = layer_windows(own)
+    if layer_windows(own, window) == before:
+        most = max(tokens for tokens in own if tokens is not None)
+        return f"window {window.tokens}: this model's own windows are of {most} tokens at most"
+    # A model with windows of its own is let take prompts that are longer than the pool.
+    needed = least_pages(page_tokens, window)
+    if PageNeeds.of(page_tokens, total_pages, widest(before)).bounded and needed > total_pages:
+        return (
+            f"window {window.tokens} with sinkTokens {window.sinks} needs {needed} KV pages, the pool has "
+            f"{total_pages}"
+        )
+    return None
+
+
+def _kv_table(
+    setting: Setting, kv: KvBudget | None, hindrance: str | None
+) -> tuple[KvTable | None, str | None]:
+    """How KV is stored under this switch, None where it cannot be changed; and why not as asked for."""
+    if kv is None:
+        return None, NOT_IN_BUILD
+    if not setting.enabled or hindrance is not None:
+        return kv.model_table, hindrance
+    try:
+        return read_table(setting.parameters, kv), None
+    except KvTableError as error:
+        return kv.model_table, str(error)
 
 
 def _cache_pages(cap: str | int, total_pages: int, page_bytes: int | None) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from firsttoken_runtime.kernels import reference
+from firsttoken_runtime.kernels.kv_quantization import KvPrecision
 
 
 class Operator(StrEnum):
@@ -34,11 +35,13 @@ class Obstacle(StrEnum):
     DTYPE = "no kernel for this dtype"
     HEAD_SIZE = "no kernel for this head size"
     WINDOW = "no kernel for sliding windows"
+    KV_PRECISION = "no kernel for quantized KV"
     SWITCHED_OFF = "switched off"
     ROLLED_BACK = "rolled back"
     KILLED = "killed"
 
 
+_POOL_OPERATORS = (Operator.ROTATE_AND_WRITE, Operator.PAGED_DECODE)
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED_HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 
@@ -73,7 +76,7 @@ def obstacle_of(
 ) -> Obstacle | None:
     """What keeps an operator's fused kernel from running on this machine and model, None if nothing does.
 
-    windowed: whether a layer of the model has a sliding window.
+    windowed: whether a layer has a sliding window.
     """
     if device.type != "cuda":
         return Obstacle.NO_CUDA
@@ -81,8 +84,7 @@ def obstacle_of(
         return Obstacle.NO_TRITON
     if dtype not in FUSED_DTYPES:
         return Obstacle.DTYPE
-    by_head = (Operator.ROTATE_AND_WRITE, Operator.PAGED_DECODE)
-    if operator in by_head and head_dim not in FUSED_HEAD_SIZES:
+    if operator in _POOL_OPERATORS and head_dim not in FUSED_HEAD_SIZES:
         return Obstacle.HEAD_SIZE
     if operator is Operator.PAGED_DECODE and windowed:
         return Obstacle.WINDOW
@@ -95,8 +97,10 @@ class Kernels:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool = False
     ) -> None:
-        self._possible = {op: obstacle_of(op, device, dtype, head_dim, windowed) for op in Operator}
+        self._machine = (device, dtype, head_dim)
+        self.set_windowed(windowed)
         self._taken_back: Obstacle | None = None
+        self._kv_quantized = False
         self._launches = {(op, fused): 0 for op in Operator for fused in (False, True)}
         self._fused_module: ModuleType | None = None
 
@@ -104,9 +108,20 @@ class Kernels:
         """Allow fused kernels, or take them back from the next operator on, saying why."""
         self._taken_back = None if allowed else because
 
+    def set_windowed(self, windowed: bool) -> None:
+        """Whether a layer has a sliding window from now on: decode attention then runs unfused."""
+        self._possible = {op: obstacle_of(op, *self._machine, windowed) for op in Operator}
+
+    def set_kv_quantized(self, quantized: bool) -> None:
+        """Whether a layer's KV is quantized from now on: those that touch the pool then run unfused."""
+        self._kv_quantized = quantized
+
     def obstacle(self, operator: Operator) -> Obstacle | None:
         """Why this operator runs unfused now, None when it runs fused."""
-        return self._possible[operator] or self._taken_back
+        found = self._possible[operator] or self._taken_back
+        if found is None and self._kv_quantized and operator in _POOL_OPERATORS:
+            return Obstacle.KV_PRECISION
+        return found
 
     @property
     def impossible(self) -> Obstacle | None:
@@ -154,6 +169,20 @@ class Kernels:
     ) -> None:
         picked = self._pick(Operator.ROTATE_AND_WRITE, reference.rotate_and_write)
         picked(qkv, rotations, slots, pool, heads, kv_heads)
+
+    def rotate_quantize_and_write(
+        self,
+        qkv: Tensor,
+        rotations: Tensor,
+        slots: Tensor,
+        precision: KvPrecision,
+        codes: Tensor,
+        scales: Tensor,
+        heads: int,
+        kv_heads: int,
+    ) -> None:
+        self._launches[Operator.ROTATE_AND_WRITE, False] += 1
+        reference.rotate_quantize_and_write(qkv, rotations, slots, precision, codes, scales, heads, kv_heads)
 
     def paged_decode(
         self, query: Tensor, pool: Tensor, page_table: Tensor, lengths: Tensor, scale: float

@@ -8,14 +8,29 @@ s // page_tokens.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firsttoken_runtime.kernels.kv_quantization import KvPrecision, dequantize, quantize, turn
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., N] / sqrt(mean(x^2) + eps) * weight [N]; computed in float32, returned in x's dtype."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # Twice as fast as F.rms_norm, which is a string of operators on CPU: sqrt(sum(x^2) + N eps) / sqrt(N).
+    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    root = torch.hypot(root, _root_of(x.shape[-1] * eps)).mul_(x.shape[-1] ** -0.5)
+    return x.div(root).mul_(weight)
+
+
+@lru_cache(maxsize=16)
+def _root_of(value: float) -> Tensor:
+    return torch.tensor(math.sqrt(value))
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,18 +53,52 @@ def rotate_and_write(
     qkv [T, (H + 2 K) D], rows q | k | v; rotations [T, 1, D/2] complex64; slots [T] int64, -1 writes nothing;
     pool [pages, page_tokens, 2, K, D].
     """
-    tokens, head_dim = qkv.shape[0], pool.shape[-1]
+    _rotate(qkv, rotations, heads, kv_heads, pool.shape[-1])
+    write_kv(qkv[:, heads * pool.shape[-1] :], slots, pool)
+
+
+def rotate_quantize_and_write(
+    qkv: Tensor,
+    rotations: Tensor,
+    slots: Tensor,
+    precision: KvPrecision,
+    codes: Tensor,
+    scales: Tensor,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    """Turn q and k in place by their positions, and write k and v to the pool in fewer bits.
+
+    Arguments as of `rotate_and_write`; codes [pages, page_tokens, 2, K, D or D/2] and scales [pages,
+    page_tokens, 2, K, 1 or 2] as in kv_quantization.py. Afterwards k and v of qkv are what a reader of the
+    pool gets, so that attention sees the same whether a token was computed in this step or before; with int8
+    and int4 they are turned by H, and so is q.
+    """
+    tokens = len(qkv)
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    _rotate(qkv, rotations, heads, kv_heads, head_dim)
+    if precision.turned:
+        qkv.copy_(turn(qkv, head_dim))
+    kv = qkv[:, heads * head_dim :]
+    new_codes, new_scales = quantize(kv.view(tokens, 2, kv_heads, head_dim), precision)
+    # As bytes: not every code dtype can be indexed.
+    write_kv(new_codes.view(torch.uint8).flatten(1), slots, codes.view(torch.uint8))
+    write_kv(new_scales.flatten(1), slots, scales)
+    kv.copy_(dequantize(new_codes, new_scales, qkv.dtype).flatten(1))
+
+
+def _rotate(qkv: Tensor, rotations: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
+    tokens = len(qkv)
     pairs = qkv[:, : (heads + kv_heads) * head_dim].view(tokens, heads + kv_heads, head_dim // 2, 2)
     if qkv.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotations)
     else:
         turned = torch.view_as_complex(pairs.float()).mul_(rotations)
         pairs.copy_(torch.view_as_real(turned))
-    write_kv(qkv[:, heads * head_dim :], slots, pool)
 
 
 def write_kv(kv: Tensor, slots: Tensor, pool: Tensor) -> None:
-    """kv [T, 2 K D], rows k | v -> pool slots [T]; a slot of -1 is skipped."""
+    """kv [T, n], as wide as a slot of the pool (rows k | v) -> pool slots [T]; a slot of -1 is skipped."""
     rows = pool.view(pool.shape[0] * pool.shape[1], -1)
     if slots.device.type == "cpu" and bool((slots < 0).any()):
         kept = slots >= 0

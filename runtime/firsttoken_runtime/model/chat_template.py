@@ -90,3 +90,18 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses these messages: {error.message}") from None
         except Exception as error:  # a template is a program: fed with odd messages it can fail in any way
             raise ChatTemplateError(f"the chat template cannot take these messages: {error}") from None
+
+
+def open_ended(text: str, last: str) -> str:
+    """A rendered conversation cut behind the text of its last message, so that the answer goes on from there.
+
+    Raises ChatTemplateError when the template does not render that text as it is.
+    """
+    begin = text.rfind(last.strip())
+    if begin < 0 or not last.strip():
+        raise ChatTemplateError(
+            "the last message cannot be continued: the chat template does not show its text as it is"
+        )
+    # White space at its end stays where the template left it.
+    whole = text.startswith(last.lstrip(), begin)
+    return text[: begin + len(last.lstrip() if whole else last.strip())]

@@ -15,6 +15,8 @@ from torch.nn.functional import rms_norm
 from firsttoken_runtime.kernels.dispatch import Kernels
 from firsttoken_runtime.model.attention import attend
 from firsttoken_runtime.model.config import ModelConfig
+from firsttoken_runtime.model.int8 import Int8Linear
+from firsttoken_runtime.model.kv_pool import KvPool
 from firsttoken_runtime.model.linear import Linear
 from firsttoken_runtime.model.step import StepPlan
 
@@ -28,13 +30,12 @@ class Layer:
     """
 
     attention_norm: Tensor
-    qkv: Linear
+    qkv: Linear | Int8Linear
     head_norm: Tensor | None
-    output: Linear
+    output: Linear | Int8Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    window: int | None
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Decoder:
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Linear
+    head: Linear | Int8Linear
     kernels: Kernels
 
     @property
@@ -56,11 +57,11 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def forward(self, plan: StepPlan, rotations: Tensor, pools: Sequence[Tensor]) -> Tensor:
+    def forward(self, plan: StepPlan, rotations: Tensor, pools: Sequence[KvPool]) -> Tensor:
         """Compute a step, write its KV, and return float32 logits [plan.samples, vocab].
 
         rotations: complex64 [T, 1, D/2] of the step's positions.
-        pools: per layer [pages, page_tokens, 2, K, D].
+        pools: one per layer.
         """
         config, kernels, eps = self.config, self.kernels, self.config.rms_eps
         residual = self.embedding[plan.token_ids]
@@ -69,11 +70,11 @@ class Decoder:
             qkv = layer.qkv(hidden)
             if layer.head_norm is not None:
                 self._norm_heads(qkv, layer.head_norm)
-            kernels.rotate_and_write(qkv, rotations, plan.slots, pool, config.heads, config.kv_heads)
+            self._rotate_and_write(qkv, rotations, plan.slots, pool)
             last = number == len(self.layers) - 1
             if last and plan.samples == 0:
                 break
-            mixed = attend(plan.segments[layer.window], qkv, pool, config.heads, kernels)
+            mixed = attend(plan.segments[plan.windows[number]], qkv, pool, config.heads, kernels)
             if last and plan.sampled is not None:
                 # From here on only the sampled rows matter.
                 mixed, residual = mixed[plan.sampled], residual[plan.sampled]
@@ -84,6 +85,15 @@ class Decoder:
         if plan.samples == 0:
             return torch.empty(0, config.vocab_size, device=self.device)
         return self.head(hidden).float()
+
+    def _rotate_and_write(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KvPool) -> None:
+        heads = (self.config.heads, self.config.kv_heads)
+        if pool.scales is None:
+            self.kernels.rotate_and_write(qkv, rotations, slots, pool.codes, *heads)
+        else:
+            self.kernels.rotate_quantize_and_write(
+                qkv, rotations, slots, pool.precision, pool.codes, pool.scales, *heads
+            )
 
     def _norm_heads(self, qkv: Tensor, weight: Tensor) -> None:
         """RMSNorm of every q and k head in place. weight [H + K, D]."""

@@ -93,6 +93,11 @@ def open_gguf(path: str | Path) -> GgufFile:
     return _open(file, status.st_size, status.st_mtime_ns)
 
 
+def close_files() -> None:
+    """Forget the files opened so far: they are unmapped when nothing read from them is left."""
+    _open.cache_clear()
+
+
 @lru_cache(maxsize=4)
 def _open(file: Path, size: int, changed_ns: int) -> GgufFile:
     # Cached: configuration, tokenizer and weights each open the file. Size and time tell versions apart.
@@ -184,4 +189,19 @@ class _Cursor:
             values = codec.unpack_from(self.data, self.at)
             self.at += codec.size
             return list(values)
+        if item == _STRING:
+            return self._strings(count)
         return [self._value(item) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, in one loop: a vocabulary and its merges are a hundred thousand of them."""
+        data, at, end, length_at = self.data, self.at, len(self.data), _SCALARS[10].unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > end:
+                raise IndexError
+            found.append(str(data[start:at], "utf-8"))
+        self.at = at
+        return found

@@ -14,8 +14,10 @@ from firsttoken_runtime.model.config import ModelConfig, read_config
 from firsttoken_runtime.model.decoder import Decoder, Layer
 from firsttoken_runtime.model.errors import ModelError
 from firsttoken_runtime.model.files import find_model
+from firsttoken_runtime.model.int8 import Int8Linear
 from firsttoken_runtime.model.linear import Linear
 from firsttoken_runtime.model.rope import inverse_frequencies, pair_rows
+from firsttoken_runtime.model.rotation import LayerWeights, rotate_ends, rotate_layer
 from firsttoken_runtime.model.weights import WeightSource, open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,8 +54,14 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
 
-def load_model(path: str | Path, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def load_model(
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, int8: bool = False
+) -> Decoder:
     """Read a model from a GGUF file or a Hugging Face folder.
+
+    int8: hold the weights of every linear layer in int8, the head's included; only where
+    `int8.int8_obstacle` finds nothing against it. The embedding stays in dtype. Hidden states and values are
+    then in a rotated basis (rotation.py), which no answer shows.
 
     Raises ModelError in one line: file missing or cut off, unknown architecture, tensor missing, of the wrong
     shape, or not used by the architecture.
@@ -61,61 +69,84 @@ def load_model(path: str | Path, device: torch.device | str, dtype: torch.dtype)
     config = read_config(path)
     inverse_frequencies(config)  # refuses what the rotary code cannot do before gigabytes are read
     source = open_weights(find_model(path))
-    return _Loader(config, source, torch.device(device), dtype).load()
+    return _Loader(config, source, torch.device(device), dtype, int8).load()
 
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, source: WeightSource, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        int8: bool,
     ) -> None:
         self.config, self.source, self.device, self.dtype = config, source, device, dtype
+        self.int8 = int8
         self.names = source.names()
         self.used: set[str] = set()
 
     def load(self) -> Decoder:
         config = self.config
         hidden, vocab = config.hidden_size, config.vocab_size
-        kernels = Kernels(self.device, self.dtype, config.head_dim, config.sliding_window is not None)
+        kernels = Kernels(self.device, self.dtype, config.head_dim)
         embedding = self._tensor("embed_tokens.weight", (vocab, hidden)).to(self.device)
         norm = self._tensor("norm.weight", (hidden,)).to(self.device)
         if config.tie_embeddings:
             self.used.add("lm_head.weight")  # some checkpoints store the tied weight twice
-            head = Linear(embedding)
+            head = embedding
         else:
-            head = self._linear((self._tensor("lm_head.weight", (vocab, hidden)),), None)
+            head = self._tensor("lm_head.weight", (vocab, hidden)).to(self.device)
         # Dequantizing and packing release the interpreter lock, so two layers at a time load faster.
         with ThreadPoolExecutor(max_workers=2) as pool:
             layers = tuple(pool.map(self._layer, range(config.layers)))
         self._refuse_unused()
-        return Decoder(config, embedding, layers, norm, head, kernels)
+        if self.int8:
+            embedding, norm, head = rotate_ends(embedding, norm, head)
+        return Decoder(config, embedding, layers, norm, self._pack(head, None), kernels)
 
     def _layer(self, number: int) -> Layer:
+        weights = self._read_layer(number)
+        if self.int8:
+            weights = rotate_layer(weights, self.config.kv_heads, self.config.head_dim)
+        return Layer(
+            attention_norm=weights.attention_norm,
+            qkv=self._pack(weights.qkv, weights.qkv_bias),
+            head_norm=weights.head_norm,
+            output=self._pack(weights.output, weights.output_bias),
+            mlp_norm=weights.mlp_norm,
+            gate_up=self._pack(weights.gate_up, weights.gate_up_bias),
+            # What comes out of the gate has the largest outliers of all, and no norm before it to rotate by.
+            down=self._pack(weights.down, weights.down_bias, mix_inputs=True),
+        )
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, mix_inputs: bool = False) -> Linear | Int8Linear:
+        return Int8Linear(weight, bias, mix_inputs) if self.int8 else Linear(weight, bias)
+
+    def _read_layer(self, number: int) -> LayerWeights:
         config = self.config
         hidden, middle = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         at = f"layers.{number}."
         attention, mlp = at + "self_attn.", at + "mlp."
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        weights = [self._tensor(f"{attention}{name}.weight", (size, hidden)) for name, size in sizes.items()]
+        qkv = [self._tensor(f"{attention}{name}.weight", (size, hidden)) for name, size in sizes.items()]
         biases = None
         if config.attention_bias:
             biases = [self._tensor(f"{attention}{name}.bias", (size,)) for name, size in sizes.items()]
         gate_up = [self._tensor(f"{mlp}{name}_proj.weight", (middle, hidden)) for name in ("gate", "up")]
-        return Layer(
+        return LayerWeights(
             attention_norm=self._tensor(at + "input_layernorm.weight", (hidden,)).to(self.device),
-            qkv=self._linear(self._paired(weights), self._paired(biases) if biases else None),
+            qkv=self._stack(self._paired(qkv)),
+            qkv_bias=self._stack(self._paired(biases)) if biases else None,
             head_norm=self._head_norm(attention) if config.qk_norm else None,
-            output=self._linear(
-                (self._tensor(attention + "o_proj.weight", (hidden, q_size)),),
-                self._optional(attention + "o_proj.bias", (hidden,)),
-            ),
+            output=self._tensor(attention + "o_proj.weight", (hidden, q_size)).to(self.device),
+            output_bias=self._optional(attention + "o_proj.bias", (hidden,)),
             mlp_norm=self._tensor(at + "post_attention_layernorm.weight", (hidden,)).to(self.device),
-            gate_up=self._linear(gate_up, self._gate_up_bias(mlp, middle)),
-            down=self._linear(
-                (self._tensor(mlp + "down_proj.weight", (hidden, middle)),),
-                self._optional(mlp + "down_proj.bias", (hidden,)),
-            ),
-            window=config.layer_windows[number],
+            gate_up=self._stack(gate_up),
+            gate_up_bias=self._gate_up_bias(mlp, middle),
+            down=self._tensor(mlp + "down_proj.weight", (hidden, middle)).to(self.device),
+            down_bias=self._optional(mlp + "down_proj.bias", (hidden,)),
         )
 
     def _paired(self, qkv: Sequence[Tensor]) -> list[Tensor]:
@@ -133,18 +164,16 @@ class _Loader:
             rows.append(paired.expand(heads, -1))
         return torch.cat(rows).to(self.device)
 
-    def _gate_up_bias(self, mlp: str, middle: int) -> list[Tensor] | None:
+    def _gate_up_bias(self, mlp: str, middle: int) -> Tensor | None:
         if f"{mlp}gate_proj.bias" not in self.names:
             return None
-        return [self._tensor(f"{mlp}{name}_proj.bias", (middle,)) for name in ("gate", "up")]
+        return self._stack([self._tensor(f"{mlp}{name}_proj.bias", (middle,)) for name in ("gate", "up")])
 
-    def _optional(self, name: str, shape: tuple[int, ...]) -> list[Tensor] | None:
-        return [self._tensor(name, shape)] if name in self.names else None
+    def _optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        return self._tensor(name, shape).to(self.device) if name in self.names else None
 
-    def _linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> Linear:
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        bias = None if biases is None else torch.cat(list(biases)).to(self.device)
-        return Linear(weight.to(self.device), bias)
+    def _stack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts)).to(self.device)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.source.read(name, self.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,10 @@ class Tokenizer:
         """The text of one token alone, for log probabilities."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary, None when it has none such."""
+        return self._vocabulary.get(text)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which need not be whole characters."""
         if token_id in self._added:
@@ -124,8 +128,11 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt, tools, **variables)
         return self.encode(text, add_special_tokens=False)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self, skip_special_tokens)
+    def detokenizer(
+        self, skip_special_tokens: bool = True, kept: Collection[int] = frozenset()
+    ) -> Detokenizer:
+        """kept: special tokens that are shown all the same."""
+        return Detokenizer(self, skip_special_tokens, kept)
 
 
 class Detokenizer:
@@ -135,9 +142,11 @@ class Detokenizer:
     whole characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept: Collection[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = tokenizer.special_ids.difference(kept) if skip_special_tokens else frozenset()
         # Byte-level tokens decode independently of each other, up to characters that span tokens.
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
         # Otherwise a token's text depends on having one before it (a leading space or none), so the tokens of

@@ -11,7 +11,7 @@ import codecs
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,16 @@ from firsttoken_runtime.api.engine_client import EngineClient
 from firsttoken_runtime.api.server import HttpServer
 from firsttoken_runtime.api.service import Service
 from firsttoken_runtime.engine.admission import Limits, check
+from firsttoken_runtime.engine.grammar import Constraint, Grammars
 from firsttoken_runtime.engine.process import EngineLoop
-from firsttoken_runtime.engine.requests import AdmissionError, Request, TokenEvent
+from firsttoken_runtime.engine.requests import (
+    NO_TOKEN,
+    NOT_GENERATED,
+    AdmissionError,
+    Request,
+    TokenEvent,
+    TokenScore,
+)
 from firsttoken_runtime.metrics import Metrics
 from firsttoken_runtime.model.errors import ChatTemplateError
 from firsttoken_runtime.serve import bind
@@ -42,9 +50,14 @@ ADMIN_TOKEN = "open-sesame"
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte; the chat template is `role: content` lines."""
+    """One token per UTF-8 byte; the chat template is `role: content` lines, and knows no tools."""
 
     vocab_size = 257
+    chat_template = "{{ messages }}"
+    special_ids = frozenset({EOS})
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -58,15 +71,17 @@ class ByteTokenizer:
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode(errors="replace")
 
-    def encode_chat(
+    def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        if messages[0]["role"] == "tool":
-            raise ChatTemplateError("the conversation must not begin with a tool")
+    ) -> str:
+        if messages[0]["role"] == "assistant":
+            raise ChatTemplateError("the conversation must not begin with the assistant")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(
+        self, skip_special_tokens: bool = True, kept: Collection[int] = frozenset()
+    ) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 
@@ -96,10 +111,12 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.added: list[Request] = []
         self.limit: int | None = None  # steps that may still be made
+        self.expected_seconds: float | None = None
+        self.step_seconds = 0.0
         self._most: dict[str, int] = {}
         self._running: dict[str, tuple[Request, list[int], int]] = {}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, constraint: Constraint | None = None) -> None:
         if self.refusal is not None:
             raise self.refusal
         self._most[request.id] = check(request, LIMITS)
@@ -124,6 +141,7 @@ class ScriptedEngine:
             raise self.failure
         if self.limit is not None:
             self.limit -= 1
+        time.sleep(self.step_seconds)
         now = time.monotonic_ns()
         events = []
         for id, (request, tokens, index) in list(self._running.items()):
@@ -131,6 +149,9 @@ class ScriptedEngine:
             finish = "stop" if token == EOS and not request.sampling.ignore_eos else None
             if finish is None and index + 1 == self._most[id]:
                 finish = "length"
+            if index == 0 and request.sampling.prompt_logprobs is not None:
+                scores = tuple(TokenScore(-1.0, 2, ((32, -0.25),)) for _ in request.prompt[1:])
+                events.append(TokenEvent(id, NO_TOKEN, NOT_GENERATED, prompt=scores))
             first = (
                 {"prefill_start_ns": now, "prefill_end_ns": now + 1000, "sampled_ns": now + 2000}
                 if index == 0
@@ -154,6 +175,10 @@ class ScriptedEngine:
         owned = len(self._running)
         return {"free": 100 - owned, "cached": 0, "locked": 0, "owned": owned, "total": 100}
 
+    def kv(self) -> dict[str, Any]:
+        pool = {"bytes_per_token": 64, "pages": 100, "tokens": 1600, "pool_bytes": 102_400}
+        return {"precision": "model", **pool}
+
     def integrity(self) -> dict[str, Any]:
         return {"ok": True, "problems": [], "pages": self.pages()}
 
@@ -165,6 +190,12 @@ class ScriptedEngine:
 
     def flush_prefix_cache(self) -> None:
         pass
+
+    def expected_step_seconds(self) -> float | None:
+        return self.expected_seconds
+
+    def stalled(self) -> str | None:
+        return None
 
 
 class Running:
@@ -205,9 +236,14 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def scripted() -> ScriptedEngine:
+    """The engine of `server`; a module may put another in its place."""
+    return ScriptedEngine()
+
+
 @pytest_asyncio.fixture
-async def server(token_file: Path) -> AsyncIterator[Running]:
-    scripted = ScriptedEngine()
+async def server(token_file: Path, scripted: ScriptedEngine) -> AsyncIterator[Running]:
     ours, theirs = socket.socketpair()
     client = EngineClient()
     service = Service(MODEL, client, scripted.message, Metrics(MODEL), "0.0.0", max_body_bytes=1 << 16)
@@ -216,7 +252,7 @@ async def server(token_file: Path) -> AsyncIterator[Running]:
 
     def engine_process() -> None:
         channel = ipc.Channel(theirs)
-        loop = EngineLoop(channel, scripted, scripted.message)
+        loop = EngineLoop(channel, scripted, scripted.message, grammars=Grammars(257, [EOS]))
         pool = {"max_model_len": 1000, "page_tokens": 16, "total_pages": 100, "kv_bytes": 1 << 20}
         channel.send(
             ipc.Ready(

@@ -123,7 +123,11 @@ async def test_a_kill_of_a_newer_operator_is_in_force_and_what_is_new_in_it_is_n
 
 
 async def test_requests_integrity_flush_and_profile(server, until):
-    assert (await server.admin.get("/admin/v1/requests")).json() == {"requests": []}
+    assert (await server.admin.get("/admin/v1/requests")).json() == {
+        "requests": [],
+        "running": [],
+        "finished": [],
+    }
     assert (await server.admin.get("/admin/v1/integrity")).json()["ok"] is True
     assert (await server.admin.post("/admin/v1/prefix-cache/flush")).json()["pages"]["total"] == 100
     profile = await server.admin.post("/admin/v1/profile")

@@ -15,6 +15,18 @@ USER = [{"role": "user", "content": "x"}]
 CHAT = {"model": "echo", "messages": USER}
 
 
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def called(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def error_of(response: Any) -> dict[str, Any]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -45,6 +57,9 @@ async def test_a_body_that_is_not_a_json_object(server, body, words):
     ("change", "param", "words"),
     [
         ({"prompt": None}, "prompt", "string or a list of token ids"),
+        ({"prompt": [[]]}, "prompt", "no tokens"),
+        ({"prompt": ["a", [1, "b"]]}, "prompt", "list of such prompts"),
+        ({"prompt": ["a"] * 1025}, "prompt", "1025 prompts, and at most 1024"),
         ({"prompt": 5}, "prompt", "string or a list of token ids"),
         ({"prompt": ""}, "prompt", "no tokens"),
         ({"prompt": []}, "prompt", "no tokens"),
@@ -55,8 +70,7 @@ async def test_a_body_that_is_not_a_json_object(server, body, words):
         ({"prompt": [2**64]}, "prompt", "string or a list of token ids"),
         ({"stop_token_ids": [2**64]}, "stop_token_ids.0", "less than or equal to"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
-        ({"prompt": ["a", "b"]}, "prompt", "one prompt per request"),
-        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
@@ -67,8 +81,27 @@ async def test_a_body_that_is_not_a_json_object(server, body, words):
         ({"min_p": 2}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"n": 2}, "n", "one answer per request"),
-        ({"n": 0}, "n", "one answer per request"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": 64, "prompt": ["a"] * 17}, "n", "makes 1088 answers, and at most 1024"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "more than the 5 that max_tokens allows"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": True}, "prompt_logprobs", "valid integer"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "leave out stream"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "type must be text, json_object"),
+        ({"response_format": "json"}, "response_format", "type must be text, json_object"),
+        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "xml is not known"),
+        ({"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs", "json and regex"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_json": 5}, "guided_json", "must be a JSON schema"),
+        ({"guided_choice": []}, "guided_choice", "list of strings"),
+        ({"guided_choice": ["a", 1]}, "guided_choice", "list of strings"),
+        ({"guided_regex": ["a"]}, "guided_regex", "must be a string"),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar", "guided_regex already"),
+        ({"guided_regex": "a" * 65_480}, "guided_regex", "at most 65536"),
+        ({"guided_regex": "("}, "response_format", "not taken: Regex parsing error at position 2"),
+        ({"guided_grammar": "root ::= x"}, "response_format", 'Rule "x" is not defined'),
         ({"stop": [1]}, "stop", "list of strings"),
         ({"stop": ""}, "stop", "1 to 1024 characters"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -77,9 +110,9 @@ async def test_a_body_that_is_not_a_json_object(server, body, words):
         ({"logit_bias": {"9999": 1}}, None, "logit_bias has token 9999"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stream": "yes"}, "stream", "valid boolean"),
-        ({"echo": True}, "echo", "not in this build"),
+        ({"echo": "yes"}, "echo", "valid boolean"),
         ({"suffix": "x"}, "suffix", "not in this build"),
-        ({"best_of": 2}, "best_of", "not in this build"),
+        ({"best_of": 2}, "best_of", "every answer is returned"),
         ({"prompt": "x" * 1000}, "prompt", "the prompt has 1000 tokens"),
     ],
 )
@@ -105,10 +138,38 @@ async def test_a_wrong_field_is_named(server, change, param, words):
             "messages.0.content",
             "text parts only, no image_url parts",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "begin with a tool"),
-        ({"tools": [{"type": "function"}]}, "tools", "not in this build"),
-        ({"tool_choice": "required"}, "tool_choice", "not in this build"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "not in this build"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "begin with the assistant"),
+        ({"echo": True}, "echo", "not in this build"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+        ({"tools": [{"type": "search"}]}, "tools.0.type", "should be 'function'"),
+        ({"tools": [tool("no spaces please")]}, "tools.0.function.name", "should match pattern"),
+        ({"tools": [tool("f", parameters="{}")]}, "tools.0.function.parameters", "should be an object"),
+        ({"tools": [tool("f")] * 257}, "tools", "at most 256 items"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": "some"}, "tool_choice", 'must be "none", "auto", "required" or'),
+        ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "no tool has the name 'g'"),
+        (
+            {"tools": [tool("f", parameters={"type": "wish"})], "tool_choice": "required"},
+            "response_format",
+            'Unsupported type "wish"',
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+            "must be JSON text",
+        ),
+        ({"continue_final_message": True}, "continue_final_message", "must be an assistant's"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must have a schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wish"}}}},
+            "response_format",
+            'Unsupported type "wish"',
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"top_logprobs": 99, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not set self"),

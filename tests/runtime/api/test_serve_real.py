@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,54 @@ def test_the_death_of_the_engine_ends_streams_with_an_error_and_the_server_with_
         assert (tmp_path / "termination").read_text() == last + "\n"
 
 
+def test_a_stopped_engine_is_noticed_within_5_s_and_hangs_nobody(gguf, tmp_path):
+    """Streams end with an error; when it goes on, so does the server, without what was given up."""
+    with serving(gguf, tmp_path) as server:
+        body = {**CHAT, "stream": True, "max_tokens": 1500, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stopped, engine = time.monotonic(), server.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            try:
+                eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 5)
+                eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503, 1)
+                assert "no sign of life" in httpx.get(f"{server.url}/ready").json()["reason"]
+                assert "no sign of life" in server.state()["reason"]
+                refused = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=5)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unresponsive")
+                rest = [line for line in lines if line]
+                assert time.monotonic() - stopped < 20
+            finally:
+                os.kill(engine, signal.SIGCONT)
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unresponsive"
+        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200, 10)
+        eventually(lambda: server.state()["requests"]["running"] == 0, 10)
+        again = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 2}, timeout=60)
+        assert again.status_code == 200
+        log = server.log.read_text()
+        assert "not ready: the engine process gives no sign of life" in log
+        # Told by a watch that looks once in a while.
+        eventually(lambda: "ready again" in server.log.read_text(), 5)
+
+
+def test_a_whole_long_prompt_in_one_step_does_not_make_the_server_unready(gguf, tmp_path):
+    with serving(gguf, tmp_path) as server:
+        off = {"chunkedPrefill": {"enabled": False}}
+        assert server.admin.put("/admin/v1/switches", json={"generation": 2, "switches": off}).is_success
+        body = {"model": "smol", "prompt": [7, 8, 9] * 660, "max_tokens": 1}
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=120)
+            steps = []
+            while not answer.done():
+                for path in ("/ready", "/health"):
+                    assert httpx.get(server.url + path, timeout=5).status_code == 200
+                steps.append(server.state()["engine"]["step_seconds"] or 0.0)
+                time.sleep(0.1)
+        assert answer.result().status_code == 200
+        assert max(steps) > 0.5, "the state says how long the step has been running"
+
+
 def test_kill_9_of_the_server_leaves_no_engine(gguf, tmp_path):
     with serving(gguf, tmp_path) as server:
         engine = server.engine_pid
@@ -395,3 +444,30 @@ def test_what_cannot_start_says_why_in_one_line(gguf, tmp_path, arguments, words
     assert lines[-1].startswith("error: ")
     assert "Traceback" not in "\n".join(lines)
     assert (tmp_path / "termination").read_text() == lines[-1] + "\n"
+
+
+def test_memory_by_purpose_adds_up_to_what_the_process_has(server: Serve) -> None:
+    """Libraries, weights and KV explain the process to 5 %, fresh and after work in every precision."""
+
+    def check() -> dict[str, int]:
+        memory = server.state()["memory"]
+        pages = int(Path(f"/proc/{server.engine_pid}/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        assert abs(memory["resident_bytes"] - resident) <= resident * 0.01
+        assert sum(memory.values()) == 2 * memory["resident_bytes"]
+        assert abs(memory["other_bytes"]) <= resident * 0.05, memory
+        return memory
+
+    memory = check()
+    assert memory["kv_bytes"] == server.state()["kv"]["pool_bytes"] <= 128 << 20
+    client = server.openai()
+    for precision in ("int8", "int4", "fp8", None):
+        generation = server.state()["generation"] + 1
+        setting = {"enabled": True, "precision": precision} if precision else {"enabled": False}
+        body = {"generation": generation, "switches": {"kvQuantization": setting}}
+        answer = server.admin.put("/admin/v1/switches", json=body)
+        assert answer.status_code == 200
+        assert server.state()["kv"]["precision"] == (precision or "model")
+        client.completions.create(model="smol", prompt="word " * 500, max_tokens=4)
+        check()
+        assert server.admin.get("/admin/v1/integrity").json()["ok"]

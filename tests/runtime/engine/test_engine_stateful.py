@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from page_model import EOS, VOCAB, Bench, expected, message
+from page_model import EOS, VOCAB, Bench, message
 
 from firsttoken_runtime.engine.requests import AdmissionError, Finish
 
@@ -38,6 +38,8 @@ switches = st.fixed_dictionaries(
                 {
                     "maxSequences": st.sampled_from([1, 2, 3, 8]),
                     "maxBatchTokens": st.sampled_from(["auto", 16, 24]),
+                    "maxQueued": st.sampled_from(["auto", "auto", 0, 3]),
+                    "maxTtftSeconds": st.sampled_from([0.0, 0.0, 0.5]),
                 }
             ),
         ),
@@ -45,8 +47,30 @@ switches = st.fixed_dictionaries(
             st.booleans(), st.builds(lambda cap: {"maxMemory": cap}, st.sampled_from(["1%", "20%", "100%"]))
         ),
         "chunkedPrefill": st.one_of(st.booleans(), st.just({"chunkSize": 16})),
+        "kvQuantization": st.one_of(
+            st.booleans(),
+            st.builds(
+                lambda precision, layers: {"precision": precision, "layers": layers},
+                st.sampled_from(["fp8", "int8", "int4"]),
+                st.sampled_from(
+                    [[], [{"layer": 1, "precision": "model"}], [{"layer": 2, "precision": "int8"}]]
+                ),
+            ),
+        ),
+        "slidingWindow": st.one_of(
+            st.booleans(),
+            st.fixed_dictionaries(
+                {"window": st.sampled_from([16, 17, 24]), "sinkTokens": st.sampled_from([0, 1, 5])}
+            ),
+        ),
         "priorityScheduling": st.one_of(
             st.booleans(), st.just({"ageingTokensPerSecond": 0.0, "maxWaitSeconds": 2.0})
+        ),
+        "speculativeDecoding": st.one_of(
+            st.booleans(),
+            st.fixed_dictionaries(
+                {"method": st.sampled_from(["ngram", "draft"]), "tokens": st.sampled_from([1, 3, 8])}
+            ),
         ),
     },
 )
@@ -60,10 +84,35 @@ class AnyOrder(RuleBasedStateMachine):
         page_tokens=st.sampled_from([1, 2, 3, 4]),
         first=switches,
         queue=st.integers(1, 9),
+        repeats=st.booleans(),
+        draft_pages=st.sampled_from([0, 5, 60]),
+        draft_errs=st.sampled_from([0, 3]),
+        layer_windows=st.sampled_from([(None, None), (None, None), (3, None), (4, 2), (18, 18), (40, 20)]),
     )
-    def start(self, pages: int, page_tokens: int, first: dict[str, object], queue: int) -> None:
+    def start(
+        self,
+        pages: int,
+        page_tokens: int,
+        first: dict[str, object],
+        queue: int,
+        repeats: bool,
+        draft_pages: int,
+        draft_errs: int,
+        layer_windows: tuple[int | None, ...],
+    ) -> None:
         self.generation = 1
-        self.bench = Bench(pages, page_tokens, 64, switches=message(1, **first), max_queued=queue)
+        self.bench = Bench(
+            pages,
+            page_tokens,
+            64,
+            switches=message(1, **first),
+            max_queued=queue,
+            seconds_per_token=0.01,
+            repeats=repeats,
+            draft_pages=draft_pages,
+            draft_errs=draft_errs,
+            layer_windows=layer_windows,
+        )
         self.ended_early: set[str] = set()
         self.refusals: set[str] = set()
 
@@ -74,21 +123,43 @@ class AnyOrder(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "tenant"]),
         sampling=samplings,
         copies=st.sampled_from([1, 1, 2, 3]),
+        limit=st.sampled_from([None, None, None, 0.1, 2.0]),
     )
-    def add(self, prompt, max_tokens, priority, salt, sampling, copies) -> None:
+    def add(self, prompt, max_tokens, priority, salt, sampling, copies, limit) -> None:
+        asked = {"priority": priority, "cache_salt": salt, "ttft_limit_seconds": limit, **sampling}
         try:
             for _ in range(copies):
-                self.bench.add(prompt, max_tokens, priority=priority, cache_salt=salt, **sampling)
+                self.bench.add(prompt, max_tokens, **asked)
         except AdmissionError as error:
             self.refusals.add(error.code)
 
     @rule(count=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.3, 2.5]))
     def step(self, count: int, seconds: float) -> None:
         for _ in range(count):
-            self.bench.step()
+            self.step_once()
             self.bench.clock.pass_seconds(seconds / count)
             self.bench.check()
             assert self.bench.engine.stats()["steps_without_progress"] == 0
+
+    def step_once(self) -> None:
+        """One step, in which nobody passes one who has waited longest and longer than the longest wait.
+
+        Who takes the place of lower priority passes, because that place would not have been its own; it is
+        given back when the urgent one ends.
+        """
+        engine = self.bench.engine
+        snapshot, now_ns = engine._snapshot, self.bench.clock.now_ns
+        waited, ran = dict(engine._waiting), set(engine._running)
+        overdue = {id for id, s in waited.items() if s.waited(now_ns) >= snapshot.max_wait_ns}
+        self.bench.step()
+        left_behind = [waited[id] for id in overdue if id in engine._waiting]
+        displaced = ran & set(engine._waiting)
+        if not left_behind or displaced or not (snapshot.continuous and snapshot.by_priority):
+            return
+        first = min(left_behind, key=lambda s: (s.request.arrival_ns, s.number))
+        for id in set(waited) - set(engine._waiting):
+            passed = id not in overdue or waited[id].number > first.number
+            assert not passed, f"{id} passed {first.id}"
 
     @precondition(lambda self: self.bench.requests)
     @rule(data=st.data())
@@ -125,17 +196,21 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         bench = self.bench
-        assert self.refusals <= {"prompt_too_long", "pool_too_small", "queue_full"}
+        assert self.refusals <= {"prompt_too_long", "pool_too_small", "queue_full", "ttft_limit"}
         bench.run()
         bench.assert_drained()
         for id, request in bench.requests.items():
-            right = expected(request, request.sampling.max_tokens)
+            right = bench.expected(id)
             tokens = bench.tokens(id)
             assert tokens == right[: len(tokens)], id
+            events = bench.events[id]
+            assert [event.finish is None for event in events] == [True] * (len(events) - 1) + [False]
+            assert [event.index for event in events if event.token >= 0] == list(range(len(tokens)))
             if id in self.ended_early:
                 assert bench.finish(id) == Finish.ABORT
             elif bench.finish(id) != Finish.ERROR:
-                room = min(64, bench.model.total_pages * bench.model.page_tokens + 1) - len(request.prompt)
+                # With windows of its own in all layers, a model goes on in a pool that just holds them.
+                room = min(64, bench.engine._limits.pool_tokens + 1) - len(request.prompt)
                 assert len(tokens) == min(len(right), room)
                 stops = (EOS, *request.sampling.stop_token_ids)
                 stopped = not request.sampling.ignore_eos and tokens[-1] in stops

@@ -8,6 +8,7 @@ import pytest
 
 from firsttoken_runtime.engine.pages import PagePool
 from firsttoken_runtime.engine.prefix import Namespace, PrefixHandle, PrefixTree
+from firsttoken_runtime.model.windows import Window
 
 ONE = Namespace("model")
 SIZE = 2
@@ -77,7 +78,7 @@ def test_crafted_hash_collisions_are_not_found() -> None:
     [
         Namespace("other model"),
         Namespace("model", kv_precision="fp8"),
-        Namespace("model", window=64),
+        Namespace("model", window=Window(64)),
         Namespace("model", cache_salt="tenant"),
     ],
 )

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firsttoken_runtime.engine.page_needs import PageNeeds, pages_for
 from firsttoken_runtime.engine.prefix import NO_HIT, Hit, Namespace, PrefixHandle, Root
 from firsttoken_runtime.engine.requests import Request, SamplingParams
-from firsttoken_runtime.engine.scheduler import ScheduleSettings, State, Step, pages_for, schedule
+from firsttoken_runtime.engine.scheduler import ScheduleSettings, State, Step, schedule
 from firsttoken_runtime.engine.sequence import Sequence
+from firsttoken_runtime.engine.tables import common_prefix
 
 SIZE = 16
 SECOND = 1_000_000_000
@@ -39,12 +41,19 @@ class Pages:
     page_tokens: int = SIZE
     hits: dict[str, Hit] = field(default_factory=dict)
 
+    @property
+    def needs(self) -> PageNeeds:
+        return PageNeeds(self.page_tokens, self.total)
+
     def probe(self, sequence: Sequence) -> Hit:
         sequence.hit = self.hits.get(sequence.id, NO_HIT)
         return sequence.hit
 
     def releasable(self, sequences: list[Sequence]) -> int:
         return sum(len(sequence.pages) for sequence in sequences)
+
+    def shared_pages(self, sequence: Sequence, other: Sequence) -> int:
+        return common_prefix(sequence.request.prompt, other.request.prompt) // self.page_tokens
 
 
 def waiting(name: str, tokens: int, arrived: float = 0.0, priority: int = 0, number: int = 0) -> Sequence:
@@ -115,8 +124,13 @@ def test_short_prompts_are_computed_in_one_step_beside_a_long_ones_chunk() -> No
 @pytest.mark.parametrize("settings", [ON, FCFS])
 def test_the_step_stays_within_its_budget_with_many_prompts(settings: ScheduleSettings) -> None:
     long = running("long", 1500, 256)
-    step = plan([long], [waiting(f"s{i}", 40, 0.05, number=i) for i in range(40)], settings, now=0.5)
-    assert sum(grants(step).values()) == 256
+    shorts = [waiting(f"s{i}", 40, 0.05, number=i) for i in range(40)]
+    fixed = plan([long], shorts, replace(settings, max_batch_tokens=256), now=0.5)
+    assert sum(grants(fixed).values()) == 256
+    # … and an automatic one grows by half at most, for prompts that it would just not finish
+    automatic = plan([long], shorts, settings, now=0.5)
+    assert 256 <= sum(grants(automatic).values()) <= 256 * 3 // 2
+    assert all(tokens == 40 for id, tokens in grants(automatic).items() if id != "long")
 
 
 def test_a_partial_prefill_always_gets_its_floor_under_a_stream_of_short_prompts() -> None:
@@ -352,7 +366,7 @@ def test_any_step_keeps_the_rules(run, wait, available, settings, now) -> None:
         free = available + sum(len(s.pages) for s in step.preempted)
         assert sum(pages_for(len(s.tokens), SIZE) - len(s.pages) for s in (*staying, *admitted)) <= free
     if settings.chunk_size is not None and settings.continuous:
-        budget = settings.prefill_tokens
+        budget = settings.prefill_tokens * 3 // 2
         if settings.max_batch_tokens is not None:
             budget = max(settings.max_batch_tokens - len(step.decodes), 0)
         assert sum(grant.tokens for grant in step.prefills) <= budget
@@ -360,3 +374,28 @@ def test_any_step_keeps_the_rules(run, wait, available, settings, now) -> None:
     fits = [s for s in wait_sequences if pages_for(len(s.tokens), SIZE) <= pages.total]
     if not run_sequences and len(fits) == len(wait_sequences) and fits:
         assert step.prefills, "requests wait, nobody runs, and nobody is let in"
+
+
+@pytest.mark.parametrize(
+    ("limit", "here", "spare"),
+    [
+        (None, [], (256, 4095)),
+        (12, [], (11, 4095)),
+        (1, [], (0, 4095)),
+        # Somebody is in prefill: nothing is spare. Somebody waits for a place: no pages are.
+        (None, [running("prefills", 90, 20)], (0, 0)),
+        (None, [waiting("waits", 70_000)], (256, 0)),
+    ],
+)
+def test_what_is_spare_is_nobodys_first_token_and_nobodys_pages(limit, here, spare) -> None:
+    decodes = running("decodes", 32, 32, output=1)
+    step = schedule(
+        State(
+            [decodes, *(s for s in here if s.handle is not None)],
+            [s for s in here if s.handle is None],
+            Pages(),
+        ),
+        0,
+        replace(ON, max_batch_tokens=limit),
+    )
+    assert (step.spare_tokens, step.spare_pages) == spare

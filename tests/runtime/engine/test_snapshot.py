@@ -39,9 +39,9 @@ def test_by_default_what_the_engine_has_is_on_and_the_rest_says_why_not() -> Non
 
 
 def test_what_is_asked_for_and_not_built_is_inactive_and_fails_nothing() -> None:
-    asked = message(1, kvQuantization=True, speculativeDecoding=True, tensorParallel={"degree": 4})
+    asked = message(1, kvQuantization=True, tensorParallel={"degree": 4})
     found = states(read(asked))
-    for name in ("kvQuantization", "speculativeDecoding", "tensorParallel"):
+    for name in ("kvQuantization", "tensorParallel"):
         assert found[name] == ("inactive", "not in this build")
 
 

@@ -96,7 +96,7 @@ class Generation:
     def next_chunk(self, most: int) -> Chunk:
         known = [*self.prompt, *self.tokens]
         end = min(len(known), self.computed + most)
-        return Chunk(known[self.computed : end], self.computed, self.pages, sample=end == len(known))
+        return Chunk(known[self.computed : end], self.computed, self.pages, logits=int(end == len(known)))
 
 
 class Driver:
@@ -125,7 +125,7 @@ class Driver:
         logits = iter(self.runner.run([chunk for _, chunk in planned]))
         for sequence, chunk in planned:
             sequence.computed = chunk.end
-            if chunk.sample:
+            if chunk.logits:
                 row = next(logits)
                 sequence.logits.append(row)
                 sequence.tokens.append(int(row.argmax()))

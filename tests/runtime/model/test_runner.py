@@ -8,63 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runtime.model.tiny import VOCAB, tiny_decoder, tokens
 
 from firsttoken_runtime.kernels import reference
 from firsttoken_runtime.kernels.dispatch import FusedKernelsUnavailable, Kernels, Obstacle, Operator
-from firsttoken_runtime.model.config import ModelConfig, RopeScaling
-from firsttoken_runtime.model.decoder import Decoder, Layer
+from firsttoken_runtime.model.decoder import Decoder
 from firsttoken_runtime.model.errors import ModelError
 from firsttoken_runtime.model.linear import Linear
 from firsttoken_runtime.model.load import kv_bytes_per_token, resolve_device, resolve_dtype
 from firsttoken_runtime.model.runner import Chunk, ModelRunner
 from firsttoken_runtime.model.step import Decode, PlanSettings, Prefill, plan_step
 
-VOCAB, PAGE = 50, 4
-
-
-def tiny_decoder(windows: tuple[int | None, ...] = (None, None)) -> Decoder:
-    """Two layers of random weights, made without any file."""
-    config = ModelConfig(
-        architecture="llama",
-        layers=len(windows),
-        hidden_size=24,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate_size=40,
-        vocab_size=VOCAB,
-        max_length=640,
-        rms_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=RopeScaling(),
-        tie_embeddings=True,
-        attention_bias=False,
-        qk_norm=False,
-        layer_windows=windows,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-    )
-    torch.manual_seed(1)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape) / shape[-1] ** 0.5
-
-    layers = tuple(
-        Layer(
-            attention_norm=1 + 0.1 * torch.randn(24),
-            qkv=Linear(weight(64, 24)),
-            head_norm=None,
-            output=Linear(weight(24, 32)),
-            mlp_norm=1 + 0.1 * torch.randn(24),
-            gate_up=Linear(weight(80, 24)),
-            down=Linear(weight(24, 40)),
-            window=window,
-        )
-        for window in windows
-    )
-    embedding = weight(VOCAB, 24)
-    kernels = Kernels(torch.device("cpu"), torch.float32, 8)
-    return Decoder(config, embedding, layers, torch.ones(24), Linear(embedding), kernels)
+PAGE = 4
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +27,23 @@ def model() -> Decoder:
     return tiny_decoder()
 
 
-def tokens(length: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def alone(model: Decoder, ids: list[int]) -> torch.Tensor:
     """Logits after ids, computed in one piece by themselves."""
     pages = list(range(-(-len(ids) // PAGE)))
-    return ModelRunner(model, len(pages), PAGE).run([Chunk(ids, 0, pages, True)])[0]
+    return ModelRunner(model, len(pages), PAGE).run([Chunk(ids, 0, pages, 1)])[0]
 
 
 def test_only_sampled_chunks_give_logits_in_chunk_order(model):
     """Whatever order the step computes them in: decodes go first, and longest first among them."""
     runner = ModelRunner(model, 64, PAGE)
     a, b, c = tokens(9, 1), tokens(5, 2), tokens(30, 3)
-    runner.run([Chunk(a[:8], 0, [0, 1, 2], False), Chunk(c[:29], 0, list(range(10, 18)), False)])
+    runner.run([Chunk(a[:8], 0, [0, 1, 2], 0), Chunk(c[:29], 0, list(range(10, 18)), 0)])
     logits = runner.run(
         [
-            Chunk(a[8:], 8, [0, 1, 2], True),
-            Chunk(tokens(3, 4), 0, [30], False),
-            Chunk(b, 0, [5, 4], True),
-            Chunk(c[29:], 29, list(range(10, 18)), True),
+            Chunk(a[8:], 8, [0, 1, 2], 1),
+            Chunk(tokens(3, 4), 0, [30], 0),
+            Chunk(b, 0, [5, 4], 1),
+            Chunk(c[29:], 29, list(range(10, 18)), 1),
         ]
     )
     assert logits.shape == (3, VOCAB)
@@ -103,26 +54,27 @@ def test_only_sampled_chunks_give_logits_in_chunk_order(model):
 
 def test_nothing_sampled_and_nothing_to_do(model):
     runner = ModelRunner(model, 8, PAGE)
-    assert runner.run([Chunk([1, 2, 3], 0, [0], False)]).shape == (0, VOCAB)
+    assert runner.run([Chunk([1, 2, 3], 0, [0], 0)]).shape == (0, VOCAB)
     assert runner.run([]).shape == (0, VOCAB)
 
 
 def test_an_unsampled_chunk_still_leaves_its_keys_and_values(model):
     ids = tokens(14, 8)
     runner = ModelRunner(model, 8, PAGE)
-    runner.run([Chunk(ids[:6], 0, [7, 3], False)])
-    runner.run([Chunk(ids[6:13], 6, [7, 3, 0, 1], False)])
+    runner.run([Chunk(ids[:6], 0, [7, 3], 0)])
+    runner.run([Chunk(ids[6:13], 6, [7, 3, 0, 1], 0)])
     torch.testing.assert_close(
-        runner.run([Chunk(ids[13:], 13, [7, 3, 0, 1], True)])[0], alone(model, ids), atol=1e-4, rtol=0
+        runner.run([Chunk(ids[13:], 13, [7, 3, 0, 1], 1)])[0], alone(model, ids), atol=1e-4, rtol=0
     )
 
 
 def test_pages_of_others_are_left_alone(model):
     runner = ModelRunner(model, 8, PAGE)
-    for pool in runner.pools:
+    pools = [pool.codes for pool in runner.pools]
+    for pool in pools:
         pool.fill_(3.0)
-    runner.run([Chunk(tokens(6, 1), 0, [2, 5], False)])
-    for pool in runner.pools:
+    runner.run([Chunk(tokens(6, 1), 0, [2, 5], 0)])
+    for pool in pools:
         touched = {
             (page, at) for page in range(8) for at in range(PAGE) if not torch.all(pool[page, at] == 3.0)
         }
@@ -149,16 +101,27 @@ def test_any_mix_of_chunks_gives_what_each_sequence_gives_alone(windows, data):
         for w in (unfinished[i] for i in chosen):
             size = data.draw(st.sampled_from([1, 3, 4, 5, 11, 30]))
             end = min(len(w.ids), w.done + size)
-            step.append((w, Chunk(w.ids[w.done : end], w.done, w.pages, end == len(w.ids))))
+            step.append((w, Chunk(w.ids[w.done : end], w.done, w.pages, int(end == len(w.ids)))))
         rows = iter(runner.run([chunk for _, chunk in step]))
         for w, chunk in step:
             w.done = chunk.end
-            w.row = next(rows) if chunk.sample else None
+            w.row = next(rows) if chunk.logits else None
     for w in work:
         torch.testing.assert_close(w.row, alone(model, w.ids), atol=1e-4, rtol=0)
 
 
 MODELS = {windows: tiny_decoder(windows) for windows in [(None, None), (None, 7), (5, 5)]}
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 7)])
+def test_logits_of_the_last_tokens_of_a_chunk_are_those_of_shorter_prompts(windows):
+    model = MODELS[windows]
+    runner = ModelRunner(model, 64, PAGE)
+    a, b = tokens(14, 1), tokens(9, 2)
+    runner.run([Chunk(a[:8], 0, [0, 1, 2, 3], 0)])
+    rows = runner.run([Chunk(a[8:], 8, [0, 1, 2, 3], 4), Chunk([5], 0, [9], 0), Chunk(b, 0, [5, 4, 6], 9)])
+    right = [alone(model, a[:end]) for end in range(11, 15)] + [alone(model, b[:end]) for end in range(1, 10)]
+    torch.testing.assert_close(rows, torch.stack(right), atol=1e-4, rtol=0)
 
 
 def test_a_window_hides_what_lies_before_it():
@@ -173,14 +136,14 @@ def test_a_window_hides_what_lies_before_it():
 def test_contexts_of_very_different_length_decode_in_groups():
     """One long context must not make short ones be padded to it."""
     settings_ = PlanSettings(PAGE, (None,), torch.float32, torch.device("cpu"))
-    chunks = [Chunk([1], end - 1, list(range(-(-end // PAGE))), True) for end in (600, 590, 20, 8)]
+    chunks = [Chunk([1], end - 1, list(range(-(-end // PAGE))), 1) for end in (600, 590, 20, 8)]
     segments = plan_step(chunks, settings_).segments[None]
     assert [(s.first, s.sequences, s.context) for s in segments] == [(0, 2, 600), (2, 2, 20)]
 
 
 def test_a_first_chunk_needs_no_gather_and_no_mask():
     settings_ = PlanSettings(PAGE, (None,), torch.float32, torch.device("cpu"))
-    (segment,) = plan_step([Chunk([1, 2, 3], 0, [7], True)], settings_).segments[None]
+    (segment,) = plan_step([Chunk([1, 2, 3], 0, [7], 1)], settings_).segments[None]
     assert isinstance(segment, Prefill)
     assert segment.pages is None
     assert segment.mask is None
@@ -189,7 +152,7 @@ def test_a_first_chunk_needs_no_gather_and_no_mask():
 def test_neighbouring_pages_are_read_in_place():
     settings_ = PlanSettings(PAGE, (None,), torch.float32, torch.device("cpu"))
     run, scattered = (
-        plan_step([Chunk([1], 9, pages, True)], settings_).segments[None][0].pages
+        plan_step([Chunk([1], 9, pages, 1)], settings_).segments[None][0].pages
         for pages in ([5, 6, 7], [5, 7, 6])
     )
     assert (run.first, run.count, run.index) == (5, 3, None)
@@ -198,7 +161,7 @@ def test_neighbouring_pages_are_read_in_place():
 
 def test_with_the_fused_kernel_all_sequences_decode_as_one_group():
     settings_ = PlanSettings(PAGE, (None,), torch.float32, torch.device("cpu"), fused_decode=True)
-    chunks = [Chunk([1], end - 1, list(range(-(-end // PAGE))), True) for end in (3, 600)]
+    chunks = [Chunk([1], end - 1, list(range(-(-end // PAGE))), 1) for end in (3, 600)]
     (segment,) = plan_step(chunks, settings_).segments[None]
     assert isinstance(segment, Decode)
     assert segment.lengths.tolist() == [600, 3]
@@ -209,11 +172,11 @@ def test_the_fused_decode_path_gives_the_same_logits(model, monkeypatch):
     """The path of a GPU, with the kernel's reference in its place."""
     a, b = tokens(9, 1), tokens(21, 2)
     runner = ModelRunner(model, 16, PAGE)
-    runner.run([Chunk(a[:8], 0, [0, 1, 2], False), Chunk(b[:20], 0, list(range(5, 11)), False)])
+    runner.run([Chunk(a[:8], 0, [0, 1, 2], 0), Chunk(b[:20], 0, list(range(5, 11)), 0)])
     fused = {Operator.PAGED_DECODE: None}
     monkeypatch.setattr(Kernels, "obstacle", lambda _, operator: fused.get(operator, Obstacle.NO_CUDA))
     monkeypatch.setattr(Kernels, "_fused", lambda _: reference)
-    rows = runner.run([Chunk(a[8:], 8, [0, 1, 2], True), Chunk(b[20:], 20, list(range(5, 11)), True)])
+    rows = runner.run([Chunk(a[8:], 8, [0, 1, 2], 1), Chunk(b[20:], 20, list(range(5, 11)), 1)])
     monkeypatch.undo()
     for row, ids in zip(rows, (a, b), strict=True):
         torch.testing.assert_close(row, alone(model, ids), atol=1e-4, rtol=0)
@@ -222,10 +185,11 @@ def test_the_fused_decode_path_gives_the_same_logits(model, monkeypatch):
 @pytest.mark.parametrize(
     ("chunk", "words"),
     [
-        (Chunk([], 0, [0], True), "at least one token"),
-        (Chunk([1], -1, [0], True), "0 or more"),
-        (Chunk([1] * 5, 0, [0], True), "do not hold positions up to 4"),
-        (Chunk([1], 32, list(range(8)), True), "beyond the longest sequence of 32"),
+        (Chunk([], 0, [0], 1), "at least one token"),
+        (Chunk([1], -1, [0], 1), "0 or more"),
+        (Chunk([1] * 5, 0, [0], 1), "do not hold positions up to 4"),
+        (Chunk([1], 32, list(range(8)), 1), "beyond the longest sequence of 32"),
+        (Chunk([1, 2], 0, [0], 3), "logits of 3 tokens asked for, the chunk has 2"),
     ],
 )
 def test_impossible_chunks(model, chunk, words):
@@ -240,13 +204,18 @@ def test_a_pool_that_holds_nothing(model):
 
 def test_kv_size_is_what_the_pool_takes(model):
     runner = ModelRunner(model, 8, PAGE)
-    taken = sum(pool.numel() * pool.element_size() for pool in runner.pools)
+    taken = sum(pool.codes.numel() * pool.codes.element_size() for pool in runner.pools)
     assert taken == 8 * PAGE * kv_bytes_per_token(model.config, torch.float32)
 
 
 def test_capabilities_on_cpu_say_why_not(model):
     runner = ModelRunner(model, 8, PAGE)
-    assert runner.capabilities() == {"fusedKernels": "no CUDA device", "cudaGraphs": "no CUDA device"}
+    assert runner.capabilities() == {
+        "fusedKernels": "no CUDA device",
+        "cudaGraphs": "no CUDA device",
+        "kvQuantization": None,
+        "slidingWindow": None,
+    }
     with pytest.raises(FusedKernelsUnavailable, match="no CUDA device"):
         runner.require_fused_kernels()
 
@@ -254,8 +223,8 @@ def test_capabilities_on_cpu_say_why_not(model):
 def test_every_operator_of_a_step_is_counted():
     model = tiny_decoder()
     runner = ModelRunner(model, 8, PAGE)
-    runner.run([Chunk([1, 2], 0, [0], True)])
-    runner.run([Chunk([3], 2, [0], True)])
+    runner.run([Chunk([1, 2], 0, [0], 1)])
+    runner.run([Chunk([3], 2, [0], 1)])
     counted = {d.operator: d.reference_launches for d in runner.kernel_decisions()}
     assert counted == {
         Operator.RMS_NORM: 2,
