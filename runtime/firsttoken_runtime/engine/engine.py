@@ -17,17 +17,16 @@ import torch
 
 from firsttoken_api.switches import State as SwitchState
 from firsttoken_api.switches import SwitchMessage
-from firsttoken_runtime.engine import integrity, prediction
+from firsttoken_runtime.engine import describe, integrity, prediction
 from firsttoken_runtime.engine.admission import Limits, check
+from firsttoken_runtime.engine.forbidden import forbidden
 from firsttoken_runtime.engine.grammar import Constraint
 from firsttoken_runtime.engine.measurements import Measurements
 from firsttoken_runtime.engine.overload import check_queue, check_ttft
-from firsttoken_runtime.engine.prefill_cost import pairs
 from firsttoken_runtime.engine.prefix import NO_HIT, Namespace
-from firsttoken_runtime.engine.prompt_scores import ScoreBudget, score, scored_tokens
+from firsttoken_runtime.engine.prompt_scores import ScoreBudget, tell_scores
 from firsttoken_runtime.engine.requests import (
     NO_TOKEN,
-    NOT_GENERATED,
     AdmissionError,
     Finish,
     Request,
@@ -203,16 +202,16 @@ class Engine:
             return events + self._fail(step, error)
         self._failures = 0
         model_end_ns = self._clock()
-        logits = self._score(step, chunks, logits, events)
+        logits = tell_scores(step, chunks, logits, events)
         for sequence, chunk in zip(
             (*step.decodes, *(g.sequence for g in step.prefills)), chunks, strict=True
         ):
             # Proposals are committed one by one, as they turn out right.
             proposed = len(proposals.get(sequence.number, ()))
             self._tables.commit(sequence, len(chunk.token_ids) - proposed)
-        self._share(step, chunks, model_end_ns - model_begin_ns)
+        measurements.prefilled(step, chunks, model_end_ns - model_begin_ns)
         rows = [
-            Row(s.request.sampling, s.seed, len(s.tokens) + ahead, s.token_counts, _forbidden(s, ahead))
+            Row(s.request.sampling, s.seed, len(s.tokens) + ahead, s.token_counts, forbidden(s, ahead))
             for s in sampling
             for ahead in range(1 + len(proposals.get(s.number, ())))
         ]
@@ -278,24 +277,6 @@ class Engine:
             if last:
                 sampling.append(sequence)
         return chunks, sampling
-
-    def _score(
-        self, step: Step, chunks: list[Chunk], logits: torch.Tensor, events: list[TokenEvent]
-    ) -> torch.Tensor:
-        """Tell the scores of prompt tokens; returns the rows to sample from."""
-        if not any(scored_tokens(grant.sequence) for grant in step.prefills):
-            return logits
-        row = sum(chunk.logits for chunk in chunks[: len(step.decodes)])
-        kept = list(range(row))
-        for grant, chunk in zip(step.prefills, chunks[len(step.decodes) :], strict=True):
-            sequence = grant.sequence
-            if scored_tokens(sequence):
-                found = score(sequence, chunk, logits[row : row + chunk.logits])
-                events.append(TokenEvent(sequence.id, NO_TOKEN, NOT_GENERATED, prompt=found))
-            row += chunk.logits
-            if chunk.end == len(sequence.tokens):
-                kept.append(row - 1)
-        return logits[kept]
 
     def _admit(self, sequence: Sequence, now_ns: int) -> None:
         del self._waiting[sequence.id]
@@ -384,27 +365,8 @@ class Engine:
             result.top,
             finish,
             sampled_ns=sampled_ns,
-            **_account(sequence),
+            **describe.account(sequence),
         )
-
-    def _share(self, step: Step, chunks: list[Chunk], model_ns: int) -> None:
-        """Divide the model's time among the prompts that have no token yet, by tokens, and learn from it."""
-        prefilled = chunks[len(step.decodes) :]
-        if not prefilled:
-            return
-        total = sum(len(chunk.token_ids) for chunk in chunks)
-        tokens = attended = end = 0
-        for grant, chunk in zip(step.prefills, prefilled, strict=True):
-            length = len(chunk.token_ids)
-            tokens += length
-            attended += pairs(chunk.start, length)
-            end = max(end, chunk.start + length)
-            sequence = grant.sequence
-            if not sequence.output_len:
-                sequence.computing_ns += model_ns * length // total
-                sequence.chunks += 1
-        costs = self._measurements.prefill_costs
-        costs.stepped(model_ns / 1e9, tokens, attended, len(step.decodes), end)
 
     def _end(self, sequence: Sequence, finish: Finish) -> TokenEvent:
         """Forget a sequence and free its pages; the event is for an end without a token."""
@@ -413,7 +375,7 @@ class Engine:
         self._waiting.pop(sequence.id, None)
         self._speculation.forget(sequence)
         self._measurements.ended(sequence, finish.value, self._clock())
-        account = {} if sequence.output_len else _account(sequence)
+        account = {} if sequence.output_len else describe.account(sequence)
         return TokenEvent(sequence.id, NO_TOKEN, sequence.output_len, finish=finish, **account)
 
     def _fail(self, step: Step, error: Exception) -> list[TokenEvent]:
@@ -440,19 +402,7 @@ class Engine:
 
     def kv(self) -> dict[str, Any]:
         """How KV is stored now: precision, bytes per token, and the pool in pages and bytes."""
-        kv, table, pages = self._settings.kv, self._snapshot.kv_table, self._tables.total
-        if kv is None or table is None:
-            page_bytes = self._settings.page_bytes or 0
-            token_bytes = page_bytes // self._settings.page_tokens
-        else:
-            page_bytes, token_bytes = kv.shape.page_bytes(table), kv.shape.token_bytes(table)
-        return {
-            "precision": self._snapshot.kv_precision,
-            "bytes_per_token": token_bytes,
-            "pages": pages,
-            "tokens": pages * self._settings.page_tokens,
-            "pool_bytes": pages * page_bytes,
-        }
+        return describe.kv(self._settings, self._snapshot, self._tables.total)
 
     def integrity(self) -> dict[str, Any]:
         """Recount every page; linear in pages and tokens."""
@@ -461,20 +411,7 @@ class Engine:
 
     def requests(self) -> list[dict[str, Any]]:
         """Every request that is here, running ones first."""
-        now_ns = self._clock()
-        return [
-            {
-                "id": sequence.id,
-                "state": "waiting" if sequence.handle is None else _running_state(sequence),
-                "priority": sequence.request.priority,
-                "prompt_tokens": sequence.prompt_len,
-                "computed_tokens": sequence.computed,
-                "cached_tokens": sequence.cached_tokens,
-                "output_tokens": sequence.output_len,
-                "waited_ms": round(sequence.waited(now_ns) / 1e6, 3),
-            }
-            for sequence in (*self._running.values(), *self._waiting.values())
-        ]
+        return describe.requests((*self._running.values(), *self._waiting.values()), self._clock())
 
     def stats(self) -> dict[str, Any]:
         """Load, counters and recent medians; cheap enough for every second.
@@ -609,35 +546,3 @@ class Engine:
             measurements.refused[error.code] += 1
             raise
         sequence.predicted_seconds = predicted.seconds if predicted is not None else None
-
-
-def _forbidden(sequence: Sequence, ahead: int) -> torch.Tensor | None:
-    """What cannot come `ahead` tokens after the next: outside the grammar, or a stop before min_tokens."""
-    early = sequence.output_len + ahead < sequence.request.sampling.min_tokens and bool(sequence.stop_ids)
-    constraint = sequence.constraint
-    if constraint is None:
-        return torch.tensor(sorted(sequence.stop_ids)) if early else None
-    forbidden = constraint.forbidden()
-    if not early:
-        return forbidden
-    later = forbidden.index_fill(0, torch.tensor(sorted(sequence.stop_ids)), True)
-    # A grammar that is at its end goes before min_tokens.
-    return forbidden if bool(later.all()) else later
-
-
-def _account(sequence: Sequence) -> dict[str, Any]:
-    """What a TokenEvent says of the way to the first token."""
-    return {
-        "queued_ns": sequence.queued_ns,
-        "admitted_ns": sequence.admitted_ns,
-        "prefill_start_ns": sequence.prefill_start_ns,
-        "prefill_end_ns": sequence.prefill_end_ns,
-        "computing_ns": sequence.computing_ns,
-        "chunks": sequence.chunks,
-        "preemptions": sequence.preemptions,
-        "cached_tokens": sequence.cached_tokens,
-    }
-
-
-def _running_state(sequence: Sequence) -> str:
-    return "prefill" if sequence.in_prefill else "decode"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 from firsttoken_runtime.engine.prediction import Calibration, PrefillRate
-from firsttoken_runtime.engine.prefill_cost import PrefillCosts
+from firsttoken_runtime.engine.prefill_cost import PrefillCosts, pairs
+from firsttoken_runtime.engine.scheduler import Step
 from firsttoken_runtime.engine.sequence import Sequence
 from firsttoken_runtime.engine.snapshot import Load
+from firsttoken_runtime.model.step import Chunk
 
 _RECENT_STEPS = 256
 _RECENT_PROMPTS = 1024
@@ -62,6 +65,24 @@ class Measurements:
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
             self.rate.learn(prefill_tokens, model_ns / 1e9)
+
+    def prefilled(self, step: Step, chunks: Sequences[Chunk], model_ns: int) -> None:
+        """Divide the model's time among the prompts that have no token yet, by tokens, and learn from it."""
+        prefilled = chunks[len(step.decodes) :]
+        if not prefilled:
+            return
+        total = sum(len(chunk.token_ids) for chunk in chunks)
+        tokens = attended = end = 0
+        for grant, chunk in zip(step.prefills, prefilled, strict=True):
+            length = len(chunk.token_ids)
+            tokens += length
+            attended += pairs(chunk.start, length)
+            end = max(end, chunk.start + length)
+            sequence = grant.sequence
+            if not sequence.output_len:
+                sequence.computing_ns += model_ns * length // total
+                sequence.chunks += 1
+        self.prefill_costs.stepped(model_ns / 1e9, tokens, attended, len(step.decodes), end)
 
     def first_token(self, sequence: Sequence, now_ns: int) -> None:
         """A request got its first token; how did the prediction turn out?"""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from firsttoken_runtime.engine.requests import TokenScore
+from firsttoken_runtime.engine.requests import NO_TOKEN, NOT_GENERATED, TokenEvent, TokenScore
+from firsttoken_runtime.engine.scheduler import Step
 from firsttoken_runtime.engine.sequence import Sequence
 from firsttoken_runtime.model.runner import Chunk
 
@@ -42,6 +43,25 @@ class ScoreBudget:
         rows = max(end - max(start, sequence.scored), 0)
         self.rows -= rows
         return rows
+
+
+def tell_scores(
+    step: Step, chunks: list[Chunk], logits: torch.Tensor, events: list[TokenEvent]
+) -> torch.Tensor:
+    """Add the step's scores of prompt tokens to `events`; returns the rows of logits to sample from."""
+    if not any(scored_tokens(grant.sequence) for grant in step.prefills):
+        return logits
+    row = sum(chunk.logits for chunk in chunks[: len(step.decodes)])
+    kept = list(range(row))
+    for grant, chunk in zip(step.prefills, chunks[len(step.decodes) :], strict=True):
+        sequence = grant.sequence
+        if scored_tokens(sequence):
+            found = score(sequence, chunk, logits[row : row + chunk.logits])
+            events.append(TokenEvent(sequence.id, NO_TOKEN, NOT_GENERATED, prompt=found))
+        row += chunk.logits
+        if chunk.end == len(sequence.tokens):
+            kept.append(row - 1)
+    return logits[kept]
 
 
 def score(sequence: Sequence, chunk: Chunk, logits: torch.Tensor) -> tuple[TokenScore, ...]:
