@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firsttoken_api.switches import Setting
+from firsttoken_runtime.engine.switch_state import NOT_IN_BUILD
 
 INT8 = "int8"
-_NOT_IN_BUILD = "not in this build"
 NEEDS_RESTART = "needs a restart: the weights in use are not quantized"
 STAY = "int8 weights stay in use until the pod restarts"
 
@@ -21,13 +21,13 @@ class LoadedWeights:
     """int8: whether the linear layers hold int8. obstacle: why they cannot here, None when they can."""
 
     int8: bool = False
-    obstacle: str | None = _NOT_IN_BUILD
+    obstacle: str | None = NOT_IN_BUILD
 
     def hindrance(self, setting: Setting) -> str | None:
         """Why the switch is not as asked for, None when it is; for a switch that is on."""
         precision = setting.parameters["precision"]
         if precision != INT8:
-            return f"{precision} weights are {_NOT_IN_BUILD}" + (f"; {STAY}" if self.int8 else "")
+            return f"{precision} weights are {NOT_IN_BUILD}" + (f"; {STAY}" if self.int8 else "")
         if self.int8:
             return None
         return self.obstacle or NEEDS_RESTART
